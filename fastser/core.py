@@ -1,0 +1,647 @@
+"""Objects to ``(header, frames)`` and back."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+from typing import Any, Literal
+
+import msgpack
+
+from fastser import _frames, compression, dispatch
+from fastser import pickle as fast_pickle
+from fastser.dispatch import Dispatch, Family, has_keyword
+from fastser.errors import DispatchError, FrameError, SerializationError
+from fastser.wrappers import COLLECTIONS, WRAPPERS, Frames, Header, Wrappers, msgpack_exact, travels_apart
+
+IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program than as its own frame
+TRACEBACK_LIMIT = 100_000  # characters of a traceback that travel in an error frame
+DEFAULT_SERIALIZERS = ("dask", "pickle")
+ALLOWED_IMPORTS = frozenset({"dask", "distributed", "fastser"})
+DEVICE_MODULES = frozenset({"cudf", "cuml", "cupy", "cupyx", "dask_cudf", "numba", "rmm"})
+COLLECTION_NAMES = {cls.__name__: cls for cls in COLLECTIONS}
+
+
+def is_device_type(cls: type) -> bool:
+    """Tell whether objects of *cls* live in device memory, so that their frames may not be host memory."""
+    return cls.__module__.partition(".")[0] in DEVICE_MODULES
+
+
+class Codec:
+    """All that turns objects into headers and frames, for one set of wrappers, handlers and families.
+
+    `fastser.serialize` and its kin are the methods of one codec, on fastser's own wrappers and
+    registries; `fastser.dask` makes another on those of distributed.
+
+    Parameters
+    ----------
+    wrappers : Wrappers
+        The classes that mark objects.
+    dask_serialize, dask_deserialize : Dispatch
+        Handlers of the dask family, by type.
+    families : dict of str to Family
+        Looked at anew in each call, so that families can be registered at any time.
+    """
+
+    def __init__(
+        self,
+        wrappers: Wrappers,
+        dask_serialize: Dispatch,
+        dask_deserialize: Dispatch,
+        families: dict[str, Family],
+    ):
+        self.wrappers = wrappers
+        self.dask_serialize = dask_serialize
+        self.dask_deserialize = dask_deserialize
+        self.families = families
+        self.reducers = Dispatch("reducers of a codec")
+        self.reducers.register(wrappers.serialize, self._reduce_serialize)
+        self.reducers.register(wrappers.serialized, self._reduce_serialized)
+
+    # ---- objects to header and frames
+
+    def serialize(
+        self,
+        x: object,
+        serializers: Collection[str] | None = None,
+        on_error: Literal["message", "raise"] = "message",
+        context: dict[str, Any] | None = None,
+        iterate_collection: bool | None = None,
+    ) -> tuple[Header, Frames]:
+        """Turn *x* into a header and frames.
+
+        Parameters
+        ----------
+        x : object
+            `Serialize` marks and `Serialized` data are unwrapped at any depth.
+        serializers : collection of str, optional
+            Names of families, tried in order; ``("dask", "pickle")`` by default.
+        on_error : {"message", "raise"}
+            What to do with an object that no family can write: answer with frames that raise when they
+            are read, or raise now.
+        context : dict, optional
+            Passed to families and handlers that take it.
+        iterate_collection : bool, optional
+            For an exact list, tuple, set or dict: True gives each element a header and frames of its
+            own (one level deep), False writes the collection as one, None decides.
+
+        Returns
+        -------
+        header : dict
+            Plain data that msgpack takes.
+        frames : list of bytes-like
+            Views of the memory of *x* where a buffer is worth a frame of its own, copies elsewhere.
+
+        Raises
+        ------
+        SerializationError
+            With ``on_error="raise"``, naming the type and the cause.
+        DispatchError
+            If *serializers* names a family that is not registered.
+        ValueError
+            If *on_error* is neither.
+
+        Examples
+        --------
+        >>> header, frames = serialize([1.5, 2.5])
+        >>> header
+        {'serializer': 'pickle', 'writeable': ()}
+        >>> deserialize(header, frames)
+        [1.5, 2.5]
+        """
+        if on_error not in ("message", "raise"):
+            raise ValueError(f"on_error must be 'message' or 'raise', got {on_error!r}")
+        if serializers is None:
+            serializers = DEFAULT_SERIALIZERS
+        while isinstance(x, self.wrappers.serialize):
+            x = x.data  # type: ignore[attr-defined]
+        if isinstance(x, self.wrappers.serialized):
+            return dict(x.header), list(x.frames)  # type: ignore[attr-defined]
+        try:
+            if type(x) in COLLECTIONS and self._iterates(x, iterate_collection, serializers):
+                return self._serialize_apart(x, serializers, on_error, context)
+            return self._serialize_whole(x, serializers, context)
+        except _Failed as failed:
+            return _failure(failed.obj, failed.cause, on_error)
+        except RecursionError as error:
+            return _failure(x, error, on_error)
+
+    def _iterates(self, x: Any, wish: bool | None, serializers: Collection[str]) -> bool:
+        apart = travels_apart(x, serializers, is_device_type) if wish is None else wish
+        # A key must survive msgpack, which carries the headers; other dicts cannot be taken apart.
+        return bool(apart) and (type(x) is not dict or all(map(msgpack_exact, x)))
+
+    def _serialize_apart(
+        self, x: Any, serializers: Collection[str], on_error: Any, context: Any
+    ) -> tuple[Header, Frames]:
+        is_dict = type(x) is dict
+        sub_headers, frames, lengths, compressions = [], [], [], []
+        for key, element in x.items() if is_dict else ((None, element) for element in x):
+            sub_header, sub_frames = self.serialize(element, serializers, on_error, context)
+            sub_header, sub_frames = self._joined(sub_header, sub_frames)
+            if is_dict:
+                sub_header["key"] = key
+            sub_headers.append(sub_header)
+            frames.extend(sub_frames)
+            lengths.append(len(sub_frames))
+            compressions.extend(sub_header.get("compression") or [None] * len(sub_frames))
+        header: Header = {
+            "is-collection": True,
+            "sub-headers": sub_headers,
+            "frame-lengths": lengths,
+            "type-serialized": type(x).__name__,
+        }
+        if any(name is not None for name in compressions):
+            header["compression"] = compressions
+        return header, frames
+
+    def _serialize_whole(
+        self, x: object, serializers: Collection[str], context: Any
+    ) -> tuple[Header, Frames]:
+        cause: BaseException | None = None
+        for name in serializers:
+            family = self._family(name)
+            if family.dumps is None:
+                continue
+            try:
+                header, frames = family.dumps(x, context=context) if family.wants_context else family.dumps(x)
+            except NotImplementedError as error:
+                cause = cause or error
+                continue
+            except RecursionError:
+                raise
+            except Exception as error:
+                raise _Failed(x, error) from error
+            header["serializer"] = name
+            return header, frames
+        raise _Failed(x, cause or DispatchError(f"none of the families {list(serializers)} takes it"))
+
+    def _family(self, name: Any) -> Family:
+        try:
+            return Family(*self.families[name])
+        except KeyError:
+            raise DispatchError(
+                f"unknown serialization family {name!r}; known are {list(self.families)}; "
+                "others are made known by register_serialization_family"
+            ) from None
+
+    # ---- header and frames to objects
+
+    def deserialize(
+        self, header: Header, frames: Iterable[Any], deserializers: Collection[str] | None = None
+    ) -> Any:
+        """Turn a header and its frames back into the object.
+
+        Frames that are still split or compressed, as a relay holds them, are put together first.
+
+        Parameters
+        ----------
+        header : dict
+        frames : list of bytes-like
+            Both are only read.  Arrays and other large buffers of the result are views of the frames,
+            except where a writeable buffer meets read-only memory.
+        deserializers : collection of str, optional
+            Names of the families that may be used; all by default.
+
+        Raises
+        ------
+        FrameError
+            If header and frames do not fit each other.
+        DispatchError
+            If the family is not among *deserializers*, or not known.
+        SerializationError
+            If the sender could not serialize the object.
+
+        Examples
+        --------
+        >>> deserialize(*serialize({"a": (1, 2)}))
+        {'a': (1, 2)}
+        """
+        header, frames = self._joined(header, list(frames))
+        return self._decode(header, frames, deserializers)
+
+    def _joined(self, header: Header, frames: Frames) -> tuple[Header, Frames]:
+        """Undo split and compression, if frames still are as they travelled."""
+        if not isinstance(header, Mapping):
+            raise FrameError(f"a header must be a dict, got {type(header).__name__}")
+        names = header.get("compression")
+        if names and any(names) and len(names) == len(frames):
+            frames = compression.decompress(header, frames)
+        counts = header.get("split-num-sub-frames")
+        if counts is not None and len(counts) != len(frames):
+            frames = _merged(header, frames)
+        if counts is None and names is None:
+            return header, frames
+        return {k: v for k, v in header.items() if k not in _TRAVEL_KEYS}, frames
+
+    def _decode(self, header: Header, frames: Frames, deserializers: Collection[str] | None) -> Any:
+        if header.get("is-collection"):
+            return self._decode_collection(header, frames, deserializers)
+        name = header.get("serializer")
+        if deserializers is not None and name not in deserializers:
+            raise DispatchError(
+                f"Data serialized with {name} but only able to deserialize data with {list(deserializers)}"
+            )
+        family = self._family(name)
+        if family.loads is None:
+            raise DispatchError(f"the family {name!r} cannot read")
+        return family.loads(header, frames)
+
+    def _decode_collection(
+        self, header: Header, frames: Frames, deserializers: Collection[str] | None
+    ) -> Any:
+        sub_headers = _field(header, "sub-headers", (list, tuple))
+        lengths = _field(header, "frame-lengths", (list, tuple))
+        cls = COLLECTION_NAMES.get(_field(header, "type-serialized", (str,)))
+        if cls is None:
+            raise FrameError(
+                f"type-serialized: expected one of {list(COLLECTION_NAMES)}, got {header['type-serialized']!r}"
+            )
+        if len(sub_headers) != len(lengths):
+            raise FrameError(f"{len(sub_headers)} sub-headers, but {len(lengths)} frame-lengths")
+        if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(frames):
+            raise FrameError(f"frame-lengths must add up to {len(frames)} frames, got {list(lengths)[:20]}")
+        start = 0
+        values = []
+        for sub_header, length in zip(sub_headers, lengths, strict=True):
+            part = self._joined(sub_header, frames[start : start + length])
+            values.append(self._decode(*part, deserializers))
+            start += length
+        if cls is dict:
+            keys = [_field(sub_header, "key", (object,)) for sub_header in sub_headers]
+            return dict(zip(keys, values, strict=True))
+        return values if cls is list else cls(values)
+
+    # ---- frames that are fit to travel
+
+    def serialize_and_split(
+        self,
+        x: object,
+        serializers: Collection[str] | None = None,
+        on_error: Literal["message", "raise"] = "message",
+        context: dict[str, Any] | None = None,
+        size: int | None = None,
+    ) -> tuple[Header, Frames]:
+        """Serialize *x* and cut its frames into pieces of at most *size* bytes (64 MiB by default).
+
+        The counterpart is `merge_and_deserialize`.  Pieces are views; frames that a handler compressed
+        itself are left whole.  Arguments and errors are those of `serialize`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> header, frames = serialize_and_split(np.arange(4.0), size=16)
+        >>> [frame.nbytes for frame in frames]
+        [16, 16]
+        >>> merge_and_deserialize(header, frames)
+        array([0., 1., 2., 3.])
+        """
+        header, frames = self.serialize(x, serializers, on_error, context)
+        if "split-num-sub-frames" in header:  # a Serialized that travelled already
+            return header, frames
+        counts: list[int] = []
+        offsets: list[int] = []
+        names: list[Any] = []
+        out: Frames = []
+        for frame, name in zip(
+            frames, header.get("compression") or [None] * len(frames), strict=True
+        ):
+            pieces = [frame] if name is not None else _frames.frame_split_size(frame, size)
+            counts.append(len(pieces))
+            offsets.append(len(out))
+            names.extend([name] * len(pieces))
+            out.extend(pieces)
+        header["split-num-sub-frames"] = tuple(counts)
+        header["split-offsets"] = tuple(offsets)
+        header["compression"] = tuple(names)
+        return header, out
+
+    def merge_and_deserialize(
+        self, header: Header, frames: Iterable[Any], deserializers: Collection[str] | None = None
+    ) -> Any:
+        """Put frames together that `serialize_and_split` cut, and deserialize.
+
+        Frames must be decompressed already.  Pieces that are neighbours in one buffer are put together
+        without a copy, others with one.  Arguments and errors are those of `deserialize`.
+        """
+        frames = list(frames)
+        if "split-num-sub-frames" in header:
+            frames = _merged(header, frames)
+        return self._decode(header, frames, deserializers)
+
+    def compress_frames(
+        self, header: Header, frames: Frames, compression_name: Any = "auto"
+    ) -> tuple[Header, Frames]:
+        """Compress the frames that are not yet compressed, where it pays; returns new ones."""
+        names = list(header.get("compression") or [None] * len(frames))
+        frames = list(frames)
+        for i, frame in enumerate(frames):
+            if names[i] is None:
+                names[i], frames[i] = self.maybe_compress(frame, compression=compression_name)
+        return {**header, "compression": tuple(names)}, frames
+
+    def maybe_compress(self, frame: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        return compression.maybe_compress(frame, **kwargs)
+
+    def decompress(self, header: Header, frames: Frames) -> Frames:
+        return compression.decompress(header, frames)
+
+    def serialize_bytelist(
+        self, x: object, compression: str | Literal[False] | None = "auto", **kwargs: Any
+    ) -> list[Any]:
+        """Serialize *x* to a list of bytes-like objects; joined they are what `deserialize_bytes` reads.
+
+        Parameters
+        ----------
+        compression : str, False or None
+            Name of a codec for the frames that shrink; "auto" for the best installed one.
+        **kwargs
+            As for `serialize_and_split`.
+
+        Returns
+        -------
+        list of bytes-like
+            A prelude of lengths, the header, and the frames (views where `serialize` gives views).
+
+        Examples
+        --------
+        >>> deserialize_bytes(b"".join(serialize_bytelist([1, 2])))
+        [1, 2]
+        """
+        header, frames = self.serialize_and_split(x, **kwargs)
+        header, frames = self.compress_frames(header, frames, compression)
+        header["count"] = len(frames)
+        parts = [self.pack_header(header), *frames]
+        return [_frames.pack_frames_prelude(parts), *parts]
+
+    def serialize_bytes(self, x: object, **kwargs: Any) -> bytes:
+        """Serialize *x* to one bytes object (a copy of everything).
+
+        Arguments are those of `serialize_bytelist`, errors those of `serialize`.
+
+        Examples
+        --------
+        >>> deserialize_bytes(serialize_bytes({"a": 1}))
+        {'a': 1}
+        """
+        return b"".join(self.serialize_bytelist(x, **kwargs))
+
+    def deserialize_bytes(self, b: Any) -> Any:
+        """Read what `serialize_bytes` wrote.
+
+        Large buffers of the result are views of *b*, which stays alive with them, except where a
+        writeable buffer meets read-only memory: bytes are copied there.
+
+        Raises
+        ------
+        FrameError
+            If *b* is truncated, or lengths, header and frames do not fit each other.
+
+        Examples
+        --------
+        >>> deserialize_bytes(b"")
+        Traceback (most recent call last):
+        ...
+        fastser.errors.FrameError: need 8 bytes, 0 left at offset 0
+        """
+        parts = _frames.unpack_frames(b)
+        if not parts:
+            raise FrameError("expected a header frame, got no frames")
+        frames: Frames = parts[1:]
+        header = self.unpack_header(parts[0]) if parts[0].nbytes else {}
+        if not isinstance(header, dict):
+            raise FrameError(f"a header must be a dict, got {type(header).__name__}")
+        if "compression" in header:
+            frames = self.decompress(header, frames)
+        return self.merge_and_deserialize(header, frames)
+
+    # ---- headers as bytes
+
+    def pack_header(self, header: Header) -> bytes:
+        """Turn a header into msgpack; sets and allowed enums are marked as distributed marks them."""
+        return msgpack.packb(header, default=self.encode_default, use_bin_type=True)
+
+    def unpack_header(self, data: Any) -> Any:
+        """Read a header from msgpack; raise FrameError if it is none."""
+        try:
+            return msgpack.unpackb(
+                data, object_hook=self.decode_default, use_list=False, raw=False, strict_map_key=False
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise FrameError(f"header of {memoryview(data).nbytes} bytes is not msgpack: {error}") from error
+
+    def encode_default(self, obj: Any) -> Any:
+        """Mark what msgpack does not know but the wire format does: sets, enums of allowed modules."""
+        if isinstance(obj, set):
+            return {"__Set__": True, "as-list": list(obj)}
+        if isinstance(obj, Enum) and self.import_allowed(type(obj).__module__):
+            return {
+                "__Enum__": True,
+                "name": obj.name,
+                "__module__": type(obj).__module__,
+                "__name__": type(obj).__name__,
+            }
+        return obj
+
+    def decode_default(self, obj: dict[Any, Any]) -> Any:
+        """Undo `encode_default`."""
+        if "__Set__" in obj and obj.keys() == {"__Set__", "as-list"}:
+            return set(obj["as-list"])
+        if "__Enum__" in obj and obj.keys() == {"__Enum__", "name", "__module__", "__name__"}:
+            module = self.import_module(obj["__module__"])
+            return getattr(getattr(module, obj["__name__"]), obj["name"])
+        return obj
+
+    def import_allowed(self, name: str) -> bool:
+        """Tell whether a message may make its reader import the module *name*."""
+        return name.partition(".")[0] in ALLOWED_IMPORTS
+
+    def import_module(self, name: str) -> Any:
+        if not self.import_allowed(name):
+            raise DispatchError(f"importing {name!r} on the word of a message is not allowed")
+        return importlib.import_module(name)
+
+    # ---- families
+
+    def dask_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
+        """Write *x* by the handler of its type."""
+        handler = self.find_handler(type(x))
+        if handler is None:
+            raise DispatchError(f"no handler for {type(x).__module__}.{type(x).__qualname__}")
+        sub_header, frames = (
+            handler(x, context=context) if has_keyword(handler, "context") else handler(x)
+        )
+        return {
+            "sub-header": sub_header,
+            "type": f"{type(x).__module__}.{type(x).__qualname__}",
+            "type-serialized": self.pickle_type(type(x)),
+            "serializer": "dask",
+        }, frames
+
+    def dask_loads(self, header: Header, frames: Frames) -> Any:
+        """Read by the handler of the type that the header names."""
+        cls = fast_pickle.loads(_field(header, "type-serialized", (bytes,)))
+        if not isinstance(cls, type):
+            raise FrameError(f"type-serialized: expected a type, got {cls!r:.100}")
+        handler = self.dask_deserialize.dispatch(cls)
+        return handler(_field(header, "sub-header", (dict,)), frames)
+
+    def find_handler(self, cls: type) -> Callable[..., Any] | None:
+        """Return the handler that writes objects of *cls*, or None."""
+        try:
+            return self.dask_serialize.dispatch(cls)
+        except TypeError:
+            return None
+
+    def pickle_type(self, cls: type) -> bytes:
+        return fast_pickle.dumps(cls)
+
+    def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
+        """Compile *x* to a program and buffers."""
+        frames: Frames = [None]
+        writeable: list[bool] = []
+
+        def keep(buffer: Any) -> bool | None:
+            view = buffer.raw() if hasattr(buffer, "raw") else memoryview(buffer)
+            if view.nbytes < IN_BAND:
+                return True
+            frames.append(view)
+            writeable.append(not view.readonly)
+            return None
+
+        protocol = (context or {}).get("pickle-protocol") or fast_pickle.HIGHEST_PROTOCOL
+        frames[0] = fast_pickle.dumps(
+            x,
+            protocol=protocol,
+            buffer_callback=keep if protocol >= 5 else None,
+            find_reducer=self.find_reducer,
+        )
+        return {"serializer": "pickle", "writeable": tuple(writeable)}, frames
+
+    def pickle_loads(self, header: Header, frames: Frames) -> Any:
+        """Run a program on its buffers."""
+        flags = _field(header, "writeable", (list, tuple))
+        if len(frames) != len(flags) + 1:
+            raise FrameError(f"expected a program and {len(flags)} buffers, got {len(frames)} frames")
+        buffers = [_with_flag(frame, flag) for frame, flag in zip(frames[1:], flags, strict=True)]
+        return fast_pickle.loads(frames[0], buffers=buffers)
+
+    def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
+        """Return how the pickler shall write objects of exactly *cls*; None for their own way."""
+        reducer = self.reducers.find(cls)
+        return reducer if reducer is not None else dispatch.reducers.find(cls)
+
+    def _reduce_serialize(self, x: Any) -> Any:
+        return (x.data,)
+
+    def _reduce_serialized(self, x: Any) -> Any:
+        return self.deserialize_reference(), self._joined(x.header, x.frames)
+
+    def deserialize_reference(self) -> Callable[..., Any]:
+        return deserialize
+
+
+_TRAVEL_KEYS = frozenset({"compression", "split-num-sub-frames", "split-offsets", "num-sub-frames", "count"})
+
+
+class _Failed(Exception):
+    """Carries the object that no family could write, and why, up to where on_error is known."""
+
+    def __init__(self, obj: object, cause: BaseException):
+        self.obj = obj
+        self.cause = cause
+
+
+def _failure(obj: Any, cause: BaseException, on_error: str) -> tuple[Header, Frames]:
+    text = f"Could not serialize object of type {type(obj).__name__}"
+    if on_error == "raise":
+        raise SerializationError(f"{text}: {type(cause).__name__}: {cause}") from cause
+    trace = "".join(traceback.format_exception(cause))
+    return {"serializer": "error"}, [text.encode(), trace[-TRACEBACK_LIMIT:].encode(errors="replace")]
+
+
+def _merged(header: Header, frames: Frames) -> Frames:
+    counts = _field(header, "split-num-sub-frames", (list, tuple))
+    offsets = _field(header, "split-offsets", (list, tuple))
+    if len(counts) != len(offsets):
+        raise FrameError(f"{len(counts)} split-num-sub-frames, but {len(offsets)} split-offsets")
+    merged = []
+    expected = 0
+    for i, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
+        if type(count) is not int or count < 1 or offset != expected:
+            raise FrameError(f"frame {i}: expected pieces from {expected} on, got {count!r} from {offset!r}")
+        expected += count
+        merged.append(_frames.merge_frames(frames[offset:expected]))
+    if expected != len(frames):
+        raise FrameError(f"expected {expected} pieces of {len(counts)} frames, got {len(frames)}")
+    return merged
+
+
+def _field(header: Any, name: str, types: tuple[type, ...]) -> Any:
+    try:
+        value = header[name]
+    except (KeyError, TypeError, IndexError):
+        raise FrameError(f"header lacks {name!r}: {header!r:.200}") from None
+    if not isinstance(value, types):
+        expected = " or ".join(t.__name__ for t in types)
+        raise FrameError(f"{name}: expected {expected}, got {type(value).__name__}")
+    return value
+
+
+def _with_flag(frame: Any, writeable: bool) -> memoryview:
+    view = _frames.ensure_memoryview(frame)
+    if writeable and view.readonly:
+        return memoryview(bytearray(view))  # the sender's memory was writeable: only a copy can be
+    return view if writeable else view.toreadonly()
+
+
+def msgpack_dumps(x: object) -> tuple[Header, Frames]:
+    """Write *x* as msgpack if that keeps its types, lists apart."""
+    try:
+        return {"serializer": "msgpack"}, [msgpack.packb(x, use_bin_type=True)]
+    except Exception as error:
+        raise DispatchError(f"msgpack does not take it: {error}") from error
+
+
+def msgpack_loads(header: Header, frames: Frames) -> Any:
+    """Read msgpack."""
+    try:
+        return msgpack.unpackb(b"".join(frames), use_list=False, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise FrameError(f"not msgpack: {error}") from error
+
+
+def error_loads(header: Header, frames: Frames) -> Any:
+    """Raise what kept the sender from serializing."""
+    raise SerializationError("\n".join(bytes(frame).decode(errors="replace") for frame in frames))
+
+
+codec = Codec(WRAPPERS, dispatch.dask_serialize, dispatch.dask_deserialize, dispatch.families)
+dispatch.register_serialization_family("dask", codec.dask_dumps, codec.dask_loads)
+dispatch.register_serialization_family("pickle", codec.pickle_dumps, codec.pickle_loads)
+dispatch.register_serialization_family("msgpack", msgpack_dumps, msgpack_loads)
+dispatch.register_serialization_family("error", None, error_loads)
+
+serialize = codec.serialize
+deserialize = codec.deserialize
+serialize_and_split = codec.serialize_and_split
+merge_and_deserialize = codec.merge_and_deserialize
+serialize_bytelist = codec.serialize_bytelist
+serialize_bytes = codec.serialize_bytes
+deserialize_bytes = codec.deserialize_bytes
+
+
+def infer_if_recurse_to_serialize_list(x: list[Any]) -> bool:
+    """Tell whether `serialize` would give each element of the list *x* a header and frames of its own.
+
+    Lists of what host memory holds travel as one program, so the answer is False for them; it is True
+    where an element lives on a device.
+
+    Examples
+    --------
+    >>> infer_if_recurse_to_serialize_list([1.5, "a", [2]])
+    False
+    """
+    return travels_apart(x, DEFAULT_SERIALIZERS, is_device_type)

@@ -1,0 +1,1 @@
+"""bytes, bytearray, array.array and memoryview."""

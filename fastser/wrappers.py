@@ -1,0 +1,189 @@
+"""Marks on objects, and the policy that decides whether a collection travels together or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+Header = dict[str, Any]
+Frames = list[Any]
+
+
+class Serialize:
+    """Mark an object that shall leave as a header and frames of its own.
+
+    Parameters
+    ----------
+    data : object
+        Held, not copied.
+
+    Examples
+    --------
+    >>> {"op": "update", "data": Serialize(123)}
+    {'op': 'update', 'data': <Serialize: 123>}
+    """
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"<Serialize: {self.data}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Serialize) and bool(other.data == self.data)
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+
+to_serialize = Serialize
+
+
+class _Framed:
+    """A header and frames, compared by value."""
+
+    def __init__(self, header: Header, frames: Frames):
+        self.header = header
+        self.frames = frames
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, type(self))
+            and other.header == self.header
+            and [bytes(frame) for frame in other.frames] == [bytes(frame) for frame in self.frames]
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Serialized(_Framed):
+    """An object that is a header and frames already; relays pass it on without a look inside.
+
+    Parameters
+    ----------
+    header : dict
+    frames : list of bytes-like
+        Both are held, not copied, and never changed by fastser.
+
+    Examples
+    --------
+    >>> from fastser import serialize
+    >>> Serialized(*serialize([1.5])) == Serialized(*serialize([1.5]))
+    True
+    """
+
+
+class ToPickle:
+    """Mark an object that shall be pickled, and unpickled by every receiver, the scheduler too.
+
+    Parameters
+    ----------
+    data : object
+        Held, not copied.
+
+    Examples
+    --------
+    >>> ToPickle([1, 2])
+    <ToPickle: [1, 2]>
+    """
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"<ToPickle: {self.data!s}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and bool(other.data == self.data)
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+
+class Pickled(_Framed):
+    """An object that is pickled already, as the header and frames of a `ToPickle`."""
+
+
+class Wrappers(NamedTuple):
+    """The wrapper classes that one codec knows; distributed's own in a cluster."""
+
+    serialize: type
+    serialized: type
+    to_pickle: type
+    pickled: type
+
+
+WRAPPERS = Wrappers(Serialize, Serialized, ToPickle, Pickled)
+
+COLLECTIONS = (list, tuple, set, dict)
+SCAN_BUDGET = 10_000  # objects that the deciding scan looks at before it stops looking
+
+
+def msgpack_exact(x: object) -> bool:
+    """Tell whether msgpack gives back *x* with the same types, lists arriving as tuples.
+
+    Examples
+    --------
+    >>> msgpack_exact((1, "a", {"k": None})), msgpack_exact([1]), msgpack_exact(2**70)
+    (True, False, False)
+    """
+    typ = type(x)
+    if x is None or typ is bool or typ is float or typ is bytes:
+        return True
+    if typ is int:
+        return -(2**63) <= x < 2**64  # type: ignore[operator]
+    if typ is str:
+        return x.isascii() or _encodes(x)  # type: ignore[attr-defined]
+    if typ is tuple:
+        return all(map(msgpack_exact, x))  # type: ignore[call-overload]
+    if typ is dict:
+        return all(msgpack_exact(k) and msgpack_exact(v) for k, v in x.items())  # type: ignore[attr-defined]
+    return False
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
+
+
+def travels_apart(
+    x: object, serializers: Collection[str], is_device: Callable[[type], bool]
+) -> bool:
+    """Decide whether each element of the collection *x* needs a header and frames of its own.
+
+    One program holds everything that host memory holds, so the answer is no unless the allowed
+    *serializers* leave no pickle and msgpack would change a type, or a leaf lives on a device
+    (*is_device* of its type).  At most `SCAN_BUDGET` objects are looked at.
+    """
+    if "pickle" not in serializers:
+        return not msgpack_exact(x) if "msgpack" in serializers else True
+    return _holds_device(x, is_device)
+
+
+def _holds_device(x: object, is_device: Callable[[type], bool]) -> bool:
+    seen: set[int] = set()
+    types: dict[type, bool] = {}
+    left = SCAN_BUDGET
+    todo = [x]
+    while todo and left > 0:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        items = node.values() if type(node) is dict else node
+        for item in items:  # type: ignore[attr-defined]
+            typ = type(item)
+            known = types.get(typ)
+            if known is None:
+                known = types[typ] = is_device(typ)
+            if known:
+                return True
+            if typ in COLLECTIONS:
+                todo.append(item)
+            left -= 1
+            if left <= 0:
+                break
+    return False
