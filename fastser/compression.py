@@ -260,6 +260,5 @@ def _decompress(i: int, name: object, frame: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # each codec has its own
-        raise FrameError(
-            f"frame {i}: expected {name} data, found {len(view)} other bytes: {error}"
-        ) from error
+        cause = str(error) or type(error).__name__
+        raise FrameError(f"frame {i}: {len(view)} bytes are not {name} data: {cause}") from error
