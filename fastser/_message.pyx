@@ -148,6 +148,9 @@ cdef class _Writer:
             return {"__Serialized__": self.add(header, frames)}
         if not isinstance(obj, (wrappers.to_pickle, wrappers.pickled)):
             encoded = self.codec.encode_default(obj)
+            if isinstance(encoded, tuple(wrappers)):  # another set of wrappers, which this codec takes too
+                self.marks -= 1
+                return self.encode(encoded)
             if encoded is not obj:
                 return encoded
             obj = wrappers.to_pickle(obj)

@@ -1,0 +1,345 @@
+"""The codec of a dask cluster: fastser's machinery on the wrappers, registries and families of distributed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import dask
+from distributed.metrics import context_meter
+
+from fastser import compression, core, dispatch
+from fastser import pickle as fast_pickle
+from fastser._message import Messages
+from fastser.dispatch import Family, has_keyword
+from fastser.errors import DispatchError, FrameError
+from fastser.wrappers import WRAPPERS, Frames, Header, Wrappers
+
+# The package attribute of this name is the function, which hides its module.
+stock = importlib.import_module("distributed.protocol.serialize")
+stock_compression = importlib.import_module("distributed.protocol.compression")
+
+STOCK_WRAPPERS = Wrappers(stock.Serialize, stock.Serialized, stock.ToPickle, stock.Pickled)
+STOCK_FAMILIES = {
+    "dask": (stock.dask_dumps, stock.dask_loads),
+    "pickle": (stock.pickle_dumps, stock.pickle_loads),
+    "msgpack": (stock.msgpack_dumps, stock.msgpack_loads),
+    "error": (None, stock.serialization_error_loads),
+}
+STOCK_COMPRESSIONS = dict(stock_compression.compressions)
+STOCK_HANDLERS = "distributed.protocol"  # the package of distributed's own handlers
+# Their own pickle is better than any handler where they are part of a larger object.
+PICKLED_INSIDE = {"builtins.str", "builtins.bytes", "numpy.ndarray", "pandas.core.generic.NDFrame"}
+
+
+class _Found(NamedTuple):
+    """What a registry of distributed said about a type, and what follows from it."""
+
+    registered: Callable[..., Any] | None
+    chosen: Callable[..., Any] | None
+    size: tuple[int, int]  # of the registry, then
+
+
+class Handlers:
+    """Handlers of a registry of distributed, with fastser's own in the place of distributed's own.
+
+    What users or libraries registered wins.  The registry may change at any time: its dicts only grow, or
+    get another handler for a known type, which is what an entry of the cache is checked against.
+    """
+
+    def __init__(self, registry: Any, own: dispatch.Dispatch):
+        self.registry = registry
+        self.own = own
+        self._lookup: dict[type, Any] = registry._lookup
+        self._lazy: dict[str, Any] = registry._lazy
+        self._cache: dict[type, _Found] = {}
+
+    def find(self, cls: type) -> Callable[..., Any] | None:
+        """Return the handler of *cls*, or None."""
+        found = self._cache.get(cls)
+        if found is not None:
+            if found.registered is None:
+                if found.size == (len(self._lookup), len(self._lazy)):
+                    return None
+            elif self._lookup.get(cls) is found.registered:
+                return found.chosen
+        return self._find(cls).chosen
+
+    def _find(self, cls: type) -> _Found:
+        size = len(self._lookup), len(self._lazy)
+        try:
+            registered = self.registry.dispatch(cls)
+        except TypeError:
+            registered = None
+            size = len(self._lookup), len(self._lazy)
+        chosen = registered
+        if registered is not None and is_stock(registered):
+            chosen = self.own.find(cls) or registered
+        if len(self._cache) >= dispatch.CACHE_LIMIT:
+            self._cache.clear()
+        found = self._cache[cls] = _Found(registered, chosen, size)
+        return found
+
+
+def is_stock(handler: Any) -> bool:
+    """Tell whether *handler* is one of distributed's own."""
+    module = getattr(handler, "__module__", None)
+    return isinstance(module, str) and (module + ".").startswith(STOCK_HANDLERS + ".")
+
+
+def is_own(handler: Any) -> bool:
+    """Tell whether *handler* is one of fastser's own."""
+    module = getattr(handler, "__module__", None)
+    return isinstance(module, str) and module.startswith("fastser.")
+
+
+def _is_metered() -> bool:
+    """Tell whether anybody listens to the fine performance metrics; a meter costs microseconds."""
+    try:
+        return bool(context_meter._callbacks.get())
+    except AttributeError:  # another distributed
+        return True
+
+
+class DaskCodec(core.Codec):
+    """Objects to headers and frames as the processes of a dask cluster exchange them.
+
+    Works on the live registries of distributed, whether or not fastser is installed there.
+
+    Examples
+    --------
+    >>> from distributed.protocol import to_serialize
+    >>> header, frames = DaskCodec().serialize(to_serialize([1.5, 2.5]))
+    >>> DaskCodec().deserialize(header, frames)
+    [1.5, 2.5]
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            STOCK_WRAPPERS,
+            stock.dask_serialize,
+            stock.dask_deserialize,
+            stock.families,
+        )
+        self.writers = Handlers(stock.dask_serialize, dispatch.dask_serialize)
+        self.readers = Handlers(stock.dask_deserialize, dispatch.dask_deserialize)
+        self.own_families = {
+            "dask": Family(self.dask_dumps, self.dask_loads, True),
+            "pickle": Family(self.pickle_dumps, self.pickle_loads, True),
+            "msgpack": Family(core.msgpack_dumps, core.msgpack_loads, False),
+            "error": Family(None, core.error_loads, False),
+        }
+        self.reducers.register(WRAPPERS.serialize, self._reduce_serialize)
+        self.reducers.register(WRAPPERS.serialized, self._reduce_serialized)
+        self.messages = Messages(self)
+
+    # ---- wrappers: those of fastser are as good as those of distributed
+
+    def serialize(
+        self,
+        x: object,
+        serializers: Any = None,
+        on_error: Any = "message",
+        context: dict[str, Any] | None = None,
+        iterate_collection: bool | None = None,
+    ) -> tuple[Header, Frames]:
+        return super().serialize(adopted(x), serializers, on_error, context, iterate_collection)
+
+    def encode_default(self, obj: Any) -> Any:
+        mine = adopted(obj)
+        return super().encode_default(obj) if mine is obj else mine
+
+    # ---- families and handlers
+
+    def _family(self, name: Any) -> Family:
+        family = self.families.get(name)
+        if family is not None and family[:2] == STOCK_FAMILIES.get(name):
+            return self.own_families[name]
+        return super()._family(name)
+
+    def find_handler(self, cls: type) -> Callable[..., Any] | None:
+        return self.writers.find(cls)
+
+    def dask_loads(self, header: Header, frames: Frames) -> Any:
+        cls = fast_pickle.loads(core._field(header, "type-serialized", (bytes,)))
+        if not isinstance(cls, type):
+            raise FrameError(f"type-serialized: expected a type, got {cls!r:.100}")
+        reader = self.readers.find(cls)
+        if reader is None:
+            raise DispatchError(f"no handler reads {cls.__module__}.{cls.__qualname__} here")
+        sub_header = core._field(header, "sub-header", (object,))
+        # a reader that is not ours may change what it is given
+        return reader(dict(sub_header) if isinstance(sub_header, dict) else sub_header, frames)
+
+    # ---- programs
+
+    def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
+        try:
+            return super().pickle_dumps(x, context)
+        except (RecursionError, MemoryError):
+            raise
+        except Exception as error:
+            try:
+                return thorough.pickle_dumps(x, context)
+            except Exception:
+                raise error from None
+
+    def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
+        reducer = super().find_reducer(cls)
+        if reducer is not None:
+            return reducer
+        handler = self.writers.find(cls)
+        if handler is None or is_own(handler) or is_stock(handler):
+            return None
+        return self._by_handler(cls, handler)
+
+    def _by_handler(self, cls: type, handler: Callable[..., Any]) -> Callable[[Any], Any] | None:
+        """Return how to write objects of *cls* by *handler* inside a program."""
+        if any(f"{base.__module__}.{base.__qualname__}" in PICKLED_INSIDE for base in cls.__mro__):
+            return None
+        try:
+            reader = self.dask_deserialize.dispatch(cls)
+        except TypeError:
+            return None
+        wants_context = has_keyword(handler, "context")
+
+        def reduce(obj: Any) -> Any:
+            try:
+                header, frames = handler(obj, context=None) if wants_context else handler(obj)
+            except NotImplementedError:
+                return NotImplemented
+            return reader, (header, frames)
+
+        return reduce
+
+    def deserialize_reference(self) -> Callable[..., Any]:
+        deserialize: Callable[..., Any] = stock.deserialize  # ours or distributed's: pickled by its name
+        return deserialize
+
+    # ---- the fine performance metrics of distributed
+
+    def serialize_and_split(self, *args: Any, **kwargs: Any) -> tuple[Header, Frames]:
+        if not _is_metered():
+            return super().serialize_and_split(*args, **kwargs)
+        with context_meter.meter("serialize"):
+            return super().serialize_and_split(*args, **kwargs)
+
+    def merge_and_deserialize(self, *args: Any, **kwargs: Any) -> Any:
+        if not _is_metered():
+            return super().merge_and_deserialize(*args, **kwargs)
+        with context_meter.meter("deserialize"):
+            return super().merge_and_deserialize(*args, **kwargs)
+
+    def maybe_compress(self, frame: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        if not _is_metered():
+            return self._maybe_compress(frame, **kwargs)
+        with context_meter.meter("compress"):
+            return self._maybe_compress(frame, **kwargs)
+
+    def decompress(self, header: Header, frames: Frames) -> Frames:
+        if not _is_metered():
+            return self._decompress(header, frames)
+        with context_meter.meter("decompress"):
+            return self._decompress(header, frames)
+
+    # ---- codecs: what users put into distributed's table wins
+
+    def _maybe_compress(self, frame: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        name = kwargs.get("compression", "auto")
+        entry = stock_compression.compressions.get(name)
+        if entry is None or entry is STOCK_COMPRESSIONS.get(name):
+            if entry is not None:
+                kwargs["compression"] = entry.name  # what "auto" is must not differ from distributed's
+            return compression.maybe_compress(frame, **kwargs)
+        result: tuple[str | None, Any] = _unmetered(stock_compression.maybe_compress)(frame, **kwargs)
+        return result
+
+    def _decompress(self, header: Header, frames: Frames) -> Frames:
+        foreign = stock_compression.compressions
+        for name in header.get("compression") or ():
+            if name and name in foreign and foreign[name] is not STOCK_COMPRESSIONS.get(name):
+                return list(_unmetered(stock_compression.decompress)(header, frames))
+        return compression.decompress(header, frames)
+
+    # ---- imports on the word of a message
+
+    def import_allowed(self, name: str) -> bool:
+        root = name.partition(".")[0]
+        return bool(root) and root in dask.config.get("distributed.scheduler.allowed-imports")
+
+    # ---- what stands in for distributed.protocol.pickle
+
+    def dumps_pickle(
+        self, x: Any, *, buffer_callback: Callable[[Any], Any] | None = None, protocol: int | None = None
+    ) -> bytes:
+        """Write *x* by reference where it can be imported, by value elsewhere.
+
+        Parameters
+        ----------
+        buffer_callback : callable, optional
+            Gets each buffer that travels apart, whatever its size; what it returns is ignored.
+        protocol : int, optional
+            Below 5 no buffer travels apart.
+        """
+        protocol = protocol or fast_pickle.HIGHEST_PROTOCOL
+        buffers: list[Any] = []
+        keep = buffers.append if buffer_callback is not None and protocol >= 5 else None
+        try:
+            program = fast_pickle.dumps(
+                x, protocol=protocol, buffer_callback=keep, find_reducer=self.find_reducer
+            )
+        except (RecursionError, MemoryError):
+            raise
+        except Exception as error:
+            buffers.clear()
+            try:
+                program = fast_pickle.dumps(
+                    x, protocol=protocol, buffer_callback=keep, find_reducer=thorough.find_reducer
+                )
+            except Exception:
+                raise error from None
+        if buffer_callback is not None:
+            for buffer in buffers:
+                buffer_callback(buffer)
+        return program
+
+    def loads_pickle(self, x: Any, *, buffers: Iterable[Any] = ()) -> Any:
+        """Read what `dumps_pickle` or any pickler wrote."""
+        return fast_pickle.loads(x, buffers=buffers)
+
+
+class ThoroughCodec(DaskCodec):
+    """The second try, for objects that cannot be pickled: any handler is used for what is inside."""
+
+    def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
+        return core.Codec.pickle_dumps(self, x, context)
+
+    def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
+        reducer = core.Codec.find_reducer(self, cls)
+        if reducer is not None:
+            return reducer
+        handler = self.writers.find(cls)
+        return None if handler is None else self._by_handler(cls, handler)
+
+
+def adopted(x: Any) -> Any:
+    """Return *x* in a wrapper of distributed if it is in one of fastser."""
+    cls = type(x)
+    if cls is WRAPPERS.serialize:
+        return STOCK_WRAPPERS.serialize(x.data)
+    if cls is WRAPPERS.serialized:
+        return STOCK_WRAPPERS.serialized(x.header, x.frames)
+    if cls is WRAPPERS.to_pickle:
+        return STOCK_WRAPPERS.to_pickle(x.data)
+    if cls is WRAPPERS.pickled:
+        return STOCK_WRAPPERS.pickled(x.header, x.frames)
+    return x
+
+
+def _unmetered(func: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(func, "__wrapped__", func)
+
+
+thorough = ThoroughCodec()
+codec = DaskCodec()
