@@ -10,7 +10,13 @@ from fastser.dispatch import Dispatch, dask_deserialize, dask_serialize, reducer
 LIBRARIES = {  # top-level module of a type -> the file here that handles its types
     "array": "builtins",
     "builtins": "builtins",
+    "functools": "functions",
+    "h5py": "h5py",
+    "netCDF4": "netcdf4",
     "numpy": "numpy",
+    "pyarrow": "arrow",
+    "scipy": "scipy",
+    "sparse": "sparse",
 }
 
 
