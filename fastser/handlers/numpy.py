@@ -20,7 +20,10 @@ PickleBuffer = pickle.PickleBuffer
 OPAQUE = 0x01 | 0x02 | 0x04  # flags of a dtype whose items count references, are listed, or are pointers
 EXPORTED = frozenset("biufcSU")  # kinds that have a buffer; for others the bytes are shown instead
 # The dtypes of which there is one object for ever: by id, since dtypes that differ in metadata are equal.
-NAMES = {id(dt): dt.str for dt in map(np.dtype, "?bBhHiIlLqQefdgFDG")}
+NAMES = {
+    id(dt): dt.str if np.dtype(dt.str).char == dt.char else dt.char
+    for dt in map(np.dtype, "?bBhHiIlLqQefdgFDG")
+}
 
 
 # ---- layout: which memory travels for an array
@@ -55,6 +58,8 @@ def _compact(x: Any) -> tuple[Any, tuple[int, ...] | None]:
         if extent < base.nbytes:  # windows that overlap
             first = x[(slice(1),) * x.ndim].reshape(1).view(f"V{x.itemsize}").view(np.uint8)
             return as_strided(first, (extent,), (1,), writeable=writeable), strides
+    if base.dtype.kind == "V":  # a copy by fields would leave what memory held before between the fields
+        base = base.view(f"V{base.itemsize}") if base.itemsize else base
     base = np.array(base, order="C", copy=True, subok=False)
     if not writeable:
         base.flags.writeable = False
@@ -73,9 +78,10 @@ def _exact_name(dtype: Any) -> str | None:
         return None
     name: str = dtype.str
     try:
-        return name if np.dtype(name) == dtype else None
+        named = np.dtype(name)
     except TypeError:
         return None
+    return name if named == dtype and named.char == dtype.char else None
 
 
 # ---- ndarray in the pickle family
