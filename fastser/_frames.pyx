@@ -399,8 +399,9 @@ def pack_frames(frames):
     >>> [bytes(frame) for frame in unpack_frames(pack_frames([b"abc", b""]))]
     [b'abc', b'']
     """
-    views = [ensure_memoryview(frame) for frame in frames]  # holds the sizes fixed
-    return b"".join([pack_frames_prelude(views), *views])
+    # bytes and views cannot change their size before they are joined
+    listed = [frame if type(frame) is bytes else ensure_memoryview(frame) for frame in frames]
+    return b"".join([pack_frames_prelude(listed), *listed])
 
 
 def unpack_frames(b, *, bint remainder=False, bint partial=False):
