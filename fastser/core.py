@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from fastser import _frames, compression, dispatch
+from fastser import _frames, _pickler, compression, dispatch
 from fastser import pickle as fast_pickle
 from fastser.dispatch import Dispatch, Family, has_keyword
 from fastser.errors import DispatchError, FrameError, SerializationError
@@ -512,9 +512,9 @@ class Codec:
             return None
 
         protocol = (context or {}).get("pickle-protocol") or fast_pickle.HIGHEST_PROTOCOL
-        frames[0] = fast_pickle.dumps(
+        frames[0] = _pickler.dumps(
             x,
-            protocol=protocol,
+            protocol,
             buffer_callback=keep if protocol >= 5 else None,
             find_reducer=self.find_reducer,
         )
