@@ -1,26 +1,26 @@
 """Measure fastser beside its peers, on this machine, in one run.
 
-    python bench.py                         everything, in less than three minutes
-    python bench.py --only objects          one section, or rows by a part of their name: --only records,tiny
+    python bench.py                      everything, in less than three minutes
+    python bench.py --only objects       one section, or rows by a part of their name: --only records,tiny
     python bench.py --json new.json --against old.json
 
 Every contender of a row runs in a forked child of its own, so that all meet the same heap; they take turns,
 so that a machine that slows down slows down all of them.  The best of the turns counts.  In the tables `~`
-marks a row whose turns differ much, `*` a contender that does not give the same object back (exact nested
-types, bits of floats), and `-` one that fails.  The exit code is 1 if fastser itself is not exact somewhere.
+marks times that differ much from turn to turn, `*` a contender that does not give the same object back
+(exact nested types, bits of floats), and `-` one that fails.  The exit code is 1 if fastser is not exact.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import gc
+import importlib
 import importlib.metadata
 import itertools
 import json
-import marshal
+import logging
 import math
 import multiprocessing
 import os
@@ -32,40 +32,45 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
 import types
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-DISTRIBUTIONS = (
-    *("fastser", "numpy", "msgpack", "cloudpickle", "dask", "distributed", "msgspec", "ormsgpack", "pyfory"),
-    *("lz4", "pandas"),
-)
-NOISY = 1.3  # median over best, from which on a row is marked
-SLOW = 1.3  # ratio to the fastest exact peer, from which on a row is named at the end
-GOALS = {"dumps": 0.75, "loads": 0.9}  # geometric means of that ratio over all objects
+NOISY = 1.3  # median over best, from which on a time is marked
+SLOW = 1.3  # ratio to the fastest exact peer, from which on a row is named below the table
+GOALS = "goal over all objects: dumps 0.75, loads 0.9 times the fastest exact peer"
 SAMPLE = 0.002  # seconds; what is faster is timed in a loop
-BUDGET = 2.5  # seconds of turns per contender and row, after which it sits out
+ROW = 1.0  # seconds, within which a row may take more turns than asked for
+BUDGET = 2.5  # seconds of one contender in one row, after which it sits out
 HANG = 120  # seconds without an answer from a child
-STOCK_TIMEOUT = 20  # seconds for one result of the stock cluster
+STOCK_TIMEOUT = 20  # seconds for one result from a cluster
 PHASE_TIMEOUT = 150  # seconds for all of one cluster
+METRICS = ("dumps", "loads")
+PHASES = ("stock", "fastser")
 
-# ---- what is written and read: name -> (size with --full, maker of n elements with a seeded generator)
+# ---- what is written and read.  A new workload is one more line.
 
 
-def _user(i: int, r: random.Random) -> dict[str, Any]:
-    address = {"city": f"city {i % 97}", "zip": f"{i:05d}", "geo": [r.uniform(-90, 90), r.uniform(-180, 180)]}
+def user(i: int, r: random.Random) -> dict[str, Any]:
+    place = {"city": f"city {i % 97}", "zip": f"{i:05d}", "geo": [r.uniform(-90, 90), r.uniform(-180, 180)]}
     tags = [f"tag{r.randrange(50)}" for _ in range(3)]
-    return {"id": i, "name": f"user {i}", "active": i % 3 > 0, "score": r.random(), "tags": tags,
-            "address": address, "boss": None}  # fmt: skip
+    return {"id": i, "name": f"user {i}", "ok": i % 3 > 0, "score": r.random(), "tags": tags, "at": place}
 
 
-WORKLOADS: dict[str, tuple[int, Callable[[int, random.Random], Any]]] = {
+def record(i: int, r: random.Random) -> dict[str, Any]:
+    return {"id": i, "x": r.random(), "name": f"n{i}", "ok": i % 2 == 0}
+
+
+# fmt: off
+WORKLOADS: dict[str, tuple[int, Callable[[int, random.Random], Any]]] = {  # name -> (full size, maker)
     "float_const": (1_000_000, lambda n, r: [1.5] * n),
     "float": (1_000_000, lambda n, r: [r.random() for _ in range(n)]),
     "int_small": (1_000_000, lambda n, r: [r.randrange(256) for _ in range(n)]),
@@ -75,46 +80,25 @@ WORKLOADS: dict[str, tuple[int, Callable[[int, random.Random], Any]]] = {
     "str": (1_000_000, lambda n, r: [f"s{i}" for i in range(n)]),
     "str_repeat": (1_000_000, lambda n, r: r.choices([f"word {i}" for i in range(100)], k=n)),
     "num_mixed": (1_000_000, lambda n, r: [i if i % 2 else r.random() for i in range(n)]),
-    "float_none": (1_000_000, lambda n, r: [None if i % 10 == 0 else r.random() for i in range(n)]),
+    "float_none": (1_000_000, lambda n, r: [r.random() if i % 10 else None for i in range(n)]),
     "tuple_float": (1_000_000, lambda n, r: tuple(r.random() for _ in range(n))),
     "rows": (100_000, lambda n, r: [(i, r.random(), f"name {i}") for i in range(n)]),
     "list_of_lists": (1_000_000, lambda n, r: [[r.random() for _ in range(1000)] for _ in range(n // 1000)]),
     "pairs": (200_000, lambda n, r: [(i, r.random()) for i in range(n)]),
     "dict_str_float": (100_000, lambda n, r: {f"key {i}": r.random() for i in range(n)}),
     "dict_of_lists": (1000, lambda n, r: {f"key {i}": [r.random() for _ in range(100)] for i in range(n)}),
-    "records": (
-        100_000,
-        lambda n, r: [{"id": i, "x": r.random(), "name": f"n{i}", "ok": i % 2 == 0} for i in range(n)],
-    ),
-    "json_tree": (20_000, lambda n, r: {"users": [_user(i, r) for i in range(n)], "total": n}),
+    "records": (100_000, lambda n, r: [record(i, r) for i in range(n)]),
+    "json_tree": (20_000, lambda n, r: {"users": [user(i, r) for i in range(n)], "total": n, "next": None}),
     "set_int": (100_000, lambda n, r: {r.randrange(2**40) for _ in range(n)}),
-    "arrays_small": (
-        1000,
-        lambda n, r: [np.random.default_rng(i).random(100) for i in range(n)],
-    ),
+    "arrays_small": (1000, lambda n, r: [np.random.default_rng(i).random(100) for i in range(n)]),
     "array_big": (50_000_000, lambda n, r: np.random.default_rng(1).random(n)),
     "bytes_list": (100_000, lambda n, r: [r.randbytes(16) for _ in range(n)]),
 }
 
 
 def build(name: str, n: int) -> Any:
-    """Make the workload *name* with *n* elements, the same ones every time."""
+    """Make the workload *name* with *n* elements, always the same."""
     return WORKLOADS[name][1](n, random.Random(name))
-
-
-def build_array(n: int) -> Any:
-    return build("array_big", n)
-
-
-def increment(x: int) -> int:
-    return x + 1
-
-
-def scale(x: float, factor: float = 2.0) -> float:
-    return math.sqrt(x) * factor
-
-
-scale.__module__ = "__main__"  # pickled by value, as functions of a script or a notebook are
 
 
 class Plain:
@@ -137,223 +121,151 @@ class Reduced:
         return Reduced, (self.i, self.text)
 
 
-def _frame(n: int) -> Any:
+def increment(x: int) -> int:
+    return x + 1
+
+
+def scale(x: float, factor: float = 2.0) -> float:
+    return math.sqrt(x) * factor
+
+
+scale.__module__ = "__main__"  # pickled by value, as the functions of a script are
+
+
+def pandas_frame(n: int) -> Any:
     import pandas as pd
 
     return pd.DataFrame({"a": np.arange(n), "b": np.arange(n) / 7, "c": [f"row {i}" for i in range(n)]})
 
 
-def _dask_tasks(n: int) -> Any:
+def dask_tasks(n: int) -> Any:
     from dask._task_spec import Task, TaskRef
 
     return [Task(("sum", i), sum, [TaskRef(("x", i)), i]) for i in range(n)]
 
 
-ALL = None  # every contender that is installed
-FIXED: dict[str, tuple[Callable[[], Any], tuple[str, ...] | None]] = {
-    "tiny_dict": (lambda: {"a": 1, "b": 2.5, "c": "text", "d": None}, ALL),
-    "none": (lambda: None, ALL),
-    "tiny_message": (lambda: {"op": "get", "id": 7, "x": [1, 2, 3], "s": "text"}, ALL),
+TINY = {"op": "get", "id": 7, "x": [1, 2, 3], "s": "text"}
+FIXED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {  # name -> (maker, peers; all if none)
+    "tiny dict": (lambda: {"a": 1, "b": 2.5, "c": "text", "d": None}, ()),
+    "none": (lambda: None, ()),
+    "tiny message": (lambda: TINY, ()),
     "dataclass": (lambda: Point(1.5, 2.5, "p"), ("pickle5", "cloudpickle")),
     "dataclasses 10,000": (lambda: [Point(i / 7, i / 3, f"p{i}") for i in range(10_000)], ("pickle5",)),
     "instances 10,000": (lambda: [Plain(i) for i in range(10_000)], ("pickle5",)),
     "reduced 10,000": (lambda: [Reduced(i, f"r{i}") for i in range(10_000)], ("pickle5",)),
-    "pandas frame 10,000": (lambda: _frame(10_000), ("pickle5",)),
-    "dask tasks 1,000": (lambda: _dask_tasks(1000), ("pickle5",)),
+    "pandas frame 10,000": (lambda: pandas_frame(10_000), ("pickle5",)),
+    "dask tasks 1,000": (lambda: dask_tasks(1000), ("pickle5",)),
 }
 
 
-def _task_finished(i: int) -> dict[str, Any]:
-    start = 1_760_000_000.25 + i / 1000
+def task_finished(i: int) -> dict[str, Any]:
+    at = 1_760_000_000.25 + i / 1000
     return {
-        "op": "task-finished",
-        "key": f"increment-{i:032x}",
-        "run_id": i,
-        "nbytes": 28 + i,
-        "type": pickle.dumps(int),
-        "typename": "builtins.int",
-        "metadata": {},
-        "thread": 140_000_000_000_000 + i % 2,
-        "startstops": [{"action": "compute", "start": start, "stop": start + 0.0005}],
-        "stimulus_id": f"task-finished-{start + 0.001}",
-        "status": "OK",
+        "op": "task-finished", "status": "OK", "key": f"increment-{i:032x}", "run_id": i, "nbytes": 28 + i,
+        "type": pickle.dumps(int), "typename": "builtins.int", "thread": 140_000_000_000_000 + i % 2,
+        "startstops": [{"action": "compute", "start": at, "stop": at + 0.0005}], "metadata": {},
+        "stimulus_id": f"task-finished-{at + 0.001}",
     }
 
 
-def _compute_task(run_spec: Any) -> dict[str, Any]:
+def compute_task(run_spec: Any) -> dict[str, Any]:
     return {
-        "op": "compute-task",
-        "key": "scale-0123456789abcdef0123456789abcdef",
-        "run_id": 12,
-        "priority": (0, 1, 12),
-        "stimulus_id": "compute-task-1760000000.2512345",
-        "who_has": {"x-1": ("tcp://127.0.0.1:40001",)},
-        "nbytes": {"x-1": 28},
-        "run_spec": run_spec,
-        "resource_restrictions": {},
-        "actor": False,
-        "annotations": {},
+        "op": "compute-task", "key": "scale-0123456789abcdef0123456789abcdef", "run_id": 12,
+        "priority": (0, 1, 12), "stimulus_id": "compute-task-1760000000.2512345",
+        "who_has": {"x-1": ("tcp://127.0.0.1:40001",)}, "nbytes": {"x-1": 28}, "run_spec": run_spec,
+        "resource_restrictions": {}, "actor": False, "annotations": {},
         "span_id": "01234567-89ab-cdef-0123-456789abcdef",
     }
 
 
-HEALTH = {"op": "health", "status": "OK"}
 MESSAGES: dict[str, Callable[[bool], Any]] = {  # name -> maker, told whether --full
-    "tiny": lambda full: {"op": "get", "id": 7, "x": [1, 2, 3], "s": "text"},
-    "20 task-finished": lambda full: [_task_finished(i) for i in range(20)],
-    "health": lambda full: [dict(HEALTH) for _ in range(100_000 if full else 10_000)],
+    "tiny": lambda full: TINY,
+    "20 task-finished": lambda full: [task_finished(i) for i in range(20)],
+    "health": lambda full: [{"op": "health", "status": "OK"} for _ in range(100_000 if full else 10_000)],
     "compute-task by value": lambda full: scale,
     "compute-task by reference": lambda full: increment,
 }
-MARKED: dict[str, tuple[str, int]] = {  # to_serialize: name -> workload and size
-    "float 20,000": ("float", 20_000),
-    "rows 10,000": ("rows", 10_000),
-    "records 10,000": ("records", 10_000),
-    "dict_str_float 10,000": ("dict_str_float", 10_000),
+MARKED: dict[str, tuple[str, int, tuple[str, ...]]] = {  # name -> (workload, size, contenders; all if none)
+    "float 20,000": ("float", 20_000, ()),
+    "rows 10,000": ("rows", 10_000, ()),
+    "records 10,000": ("records", 10_000, ()),
+    "dict_str_float 10,000": ("dict_str_float", 10_000, ()),
+    **{f"float 1e{e}": ("float", 10**e, ("fastser",)) for e in (3, 4, 5, 6, 7)},
 }
-GROWTH = {f"float 1e{e}": 10**e for e in (3, 4, 5, 6, 7)}  # to_serialize by fastser alone; 1e7 with --full
 MEMORY = {"array 400 MB": 50_000_000}
-CLUSTER: dict[str, tuple[str, str, int, tuple[str, ...]]] = {  # name -> kind, workload, size, phases
-    "float_const 10,000": ("result", "float_const", 10_000, ("stock", "fastser")),
-    "float 10,000": ("result", "float", 10_000, ("stock", "fastser")),
-    "rows 10,000": ("result", "rows", 10_000, ("stock", "fastser")),
-    "records 10,000": ("result", "records", 10_000, ("stock", "fastser")),
-    "dict_str_float 10,000": ("result", "dict_str_float", 10_000, ("stock", "fastser")),
-    "str 10,000": ("result", "str", 10_000, ("stock", "fastser")),
-    "scatter float 10,000": ("scatter", "float", 10_000, ("stock", "fastser")),
-    "map and gather 500": ("map", "", 500, ("stock", "fastser")),
-    "array 1,000,000": ("result", "array_big", 1_000_000, ("stock", "fastser")),
+CLUSTER: dict[str, tuple[str, str, int, tuple[str, ...]]] = {  # name -> (what, workload, size, phases)
+    "float_const 10,000": ("result", "float_const", 10_000, PHASES),
+    "float 10,000": ("result", "float", 10_000, PHASES),
+    "rows 10,000": ("result", "rows", 10_000, PHASES),
+    "records 10,000": ("result", "records", 10_000, PHASES),
+    "dict_str_float 10,000": ("result", "dict_str_float", 10_000, PHASES),
+    "str 10,000": ("result", "str", 10_000, PHASES),
+    "scatter float 10,000": ("scatter", "float", 10_000, PHASES),
+    "map and gather 500": ("map", "", 500, PHASES),
+    "array 1,000,000": ("result", "array_big", 1_000_000, PHASES),
     "float_const 1,000,000": ("result", "float_const", 1_000_000, ("fastser",)),
     "float 1,000,000": ("result", "float", 1_000_000, ("fastser",)),
 }
+# fmt: on
 
-# ---- who writes and reads: name -> function that imports it and returns (dumps, loads)
+# ---- who writes and reads: name -> (module, function of it that gives dumps and loads)
 
 Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Contenders = dict[str, tuple[str, Callable[[Any], Pair]]]
 
 
-def _fastser() -> Pair:
-    import fastser
-
-    return fastser.serialize, lambda data: fastser.deserialize(*data)
+def plain(m: Any) -> Pair:
+    return m.dumps, m.loads
 
 
-def _buffered(dumps: Callable[..., bytes]) -> Pair:
+def methods(m: Any) -> Pair:
+    return m.serialize, m.deserialize
+
+
+def framed(m: Any) -> Pair:
+    return m.serialize, lambda data: m.deserialize(*data)
+
+
+def buffered(m: Any) -> Pair:
     def write(x: Any) -> tuple[bytes, list[Any]]:
         buffers: list[Any] = []
-        return dumps(x, protocol=5, buffer_callback=buffers.append), buffers
+        return m.dumps(x, protocol=5, buffer_callback=buffers.append), buffers
 
     return write, lambda data: pickle.loads(data[0], buffers=data[1])
 
 
-def _fastser_pickle() -> Pair:
-    import fastser.pickle
-
-    return _buffered(fastser.pickle.dumps)
+def wrapped(write: Callable[[Any, Any], Any], key: str) -> Callable[[Any], Pair]:
+    return lambda m: (lambda x: m.dumps(write(m, x)), lambda data: m.loads(data)[key])
 
 
-def _cloudpickle() -> Pair:
-    import cloudpickle
-
-    return lambda x: cloudpickle.dumps(x, protocol=5), cloudpickle.loads
-
-
-def _msgpack() -> Pair:
-    import msgpack
-
-    return msgpack.Packer().pack, lambda data: msgpack.unpackb(data, strict_map_key=False)
-
-
-def _msgpack_tuples() -> Pair:
-    import msgpack
-
-    return msgpack.Packer().pack, lambda data: msgpack.unpackb(data, strict_map_key=False, use_list=False)
-
-
-def _ormsgpack() -> Pair:
-    import ormsgpack
-
-    return ormsgpack.packb, ormsgpack.unpackb
-
-
-def _msgspec() -> Pair:
-    import msgspec.msgpack
-
-    return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
-
-
-def _pyfory() -> Pair:
-    import pyfory
-
-    fory = pyfory.Fory(xlang=False, ref=False, strict=False)
-    return fory.serialize, fory.deserialize
-
-
-def _distributed() -> Pair:
-    from distributed.protocol import deserialize, serialize
-
-    return serialize, lambda data: deserialize(*data)
-
-
-def _module(name: str) -> Any:
-    if name == "distributed":
-        import distributed.protocol as module
-    else:
-        import fastser as module  # type: ignore[no-redef]
-    return module
-
-
-def _messages_of(name: str) -> Callable[[], Pair]:
-    return lambda: (_module(name).dumps, _module(name).loads)
-
-
-def _marked_of(name: str) -> Callable[[], Pair]:
-    def pair() -> Pair:
-        m = _module(name)
-        to_serialize = m.Serialize
-        return (lambda x: m.dumps({"op": "x", "data": to_serialize(x)})), (lambda data: m.loads(data)["data"])
-
-    return pair
-
-
-def _tasks_of(name: str) -> Callable[[], Pair]:
-    def pair() -> Pair:
-        if name == "distributed":
-            from distributed.protocol.serialize import ToPickle
-        else:
-            from fastser import ToPickle  # type: ignore[assignment]
-        m = _module(name)
-        return (lambda f: m.dumps(_compute_task(ToPickle(f)))), (lambda data: m.loads(data)["run_spec"])
-
-    return pair
-
-
-Contenders = dict[str, Callable[[], Pair]]
 OBJECT_CONTENDERS: Contenders = {
-    "fastser": _fastser,
-    "fastser.pickle": _fastser_pickle,  # read by the standard pickle
-    "pickle5": lambda: _buffered(pickle.dumps),
-    "cloudpickle": _cloudpickle,
-    "marshal": lambda: (marshal.dumps, marshal.loads),
-    "msgpack": _msgpack,
-    "ormsgpack": _ormsgpack,
-    "msgspec": _msgspec,
-    "pyfory": _pyfory,
-    "distributed": _distributed,
+    "fastser": ("fastser", framed),
+    "fastser.pickle": ("fastser.pickle", buffered),  # read by the standard pickle
+    "pickle5": ("pickle", buffered),
+    "cloudpickle": ("cloudpickle", lambda m: (partial(m.dumps, protocol=5), m.loads)),
+    "marshal": ("marshal", plain),
+    "msgpack": ("msgpack", lambda m: (m.Packer().pack, partial(m.unpackb, strict_map_key=False))),
+    "ormsgpack": ("ormsgpack", lambda m: (m.packb, m.unpackb)),
+    "msgspec": ("msgspec.msgpack", lambda m: (m.Encoder().encode, m.Decoder().decode)),
+    "pyfory": ("pyfory", lambda m: methods(m.Fory(xlang=False, ref=False, strict=False))),
+    "distributed": ("distributed.protocol", framed),
 }
 MESSAGE_CONTENDERS: Contenders = {
-    "fastser": _messages_of("fastser"),
-    "distributed": _messages_of("distributed"),
-    "msgpack": _msgpack_tuples,
-    "msgspec": _msgspec,
-    "ormsgpack": _ormsgpack,
+    "fastser": ("fastser", plain),
+    "distributed": ("distributed.protocol", plain),
+    "msgpack": ("msgpack", lambda m: (m.Packer().pack, partial(m.unpackb, use_list=False))),
+    "msgspec": OBJECT_CONTENDERS["msgspec"],
+    "ormsgpack": OBJECT_CONTENDERS["ormsgpack"],
 }
-MARKED_CONTENDERS: Contenders = {name: _marked_of(name) for name in ("fastser", "distributed")}
-TASK_CONTENDERS: Contenders = {name: _tasks_of(name) for name in ("fastser", "distributed")}
+marked = wrapped(lambda m, x: {"op": "x", "data": m.to_serialize(x)}, "data")
+in_task = wrapped(lambda m, x: compute_task(m.ToPickle(x)), "run_spec")
+MARKED_CONTENDERS = {"fastser": ("fastser", marked), "distributed": ("distributed.protocol", marked)}
+TASK_CONTENDERS = {"fastser": ("fastser", in_task), "distributed": ("distributed.protocol", in_task)}
+OPTIONAL = ("dask", "distributed", "lz4", "msgspec", "ormsgpack", "pandas", "pyfory", "rich")
 
 # ---- exactness
 
-PLAIN = frozenset({int, str, bytes, bool, type(None), bytearray})
+PLAIN = frozenset({int, str, bytes, bool, type(None)})
 
 
 def same(a: Any, b: Any) -> bool:
@@ -381,35 +293,29 @@ def same(a: Any, b: Any) -> bool:
     if cls is types.FunctionType:
         return a is b or (a.__code__.co_code, a.__defaults__) == (b.__code__.co_code, b.__defaults__)
     if cls is np.ndarray:
-        alike = a.dtype == b.dtype and a.shape == b.shape and a.flags.writeable == b.flags.writeable
+        alike = (a.dtype, a.shape, a.flags.writeable) == (b.dtype, b.shape, b.flags.writeable)
         return alike and a.tobytes() == b.tobytes()
     if hasattr(a, "equals"):  # a pandas object
         return bool(a.equals(b)) and same([str(t) for t in a.dtypes], [str(t) for t in b.dtypes])
-    if hasattr(a, "__dict__"):
-        return same(vars(a), vars(b))
-    return bool(a == b)
+    return same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)
+
+
+def same_message(a: Any, b: Any) -> bool:
+    """Tell the same of messages, whose lists may arrive as tuples."""
+    return same(a, b) or same(as_tuples(a), b)
 
 
 def as_tuples(x: Any) -> Any:
-    """Return *x* with its lists made tuples, as messages arrive in distributed."""
     if isinstance(x, dict):
         return {k: as_tuples(v) for k, v in x.items()}
     return tuple(map(as_tuples, x)) if isinstance(x, list | tuple) else x
 
 
-def same_message(a: Any, b: Any) -> bool:
-    return same(a, b) or same(as_tuples(a), b)
-
-
 def size_of(data: Any) -> int:
-    """Count the bytes of what a contender wrote: frames, buffers, and its header as msgpack or text."""
+    """Count the bytes of what a contender wrote: frames, buffers, and its header as text."""
     if isinstance(data, list | tuple):
         return sum(map(size_of, data))
-    if isinstance(data, pickle.PickleBuffer):
-        return data.raw().nbytes
-    if isinstance(data, dict):
-        return len(repr(data))
-    return memoryview(data).nbytes
+    return len(repr(data)) if isinstance(data, dict) else memoryview(data).nbytes
 
 
 # ---- measuring
@@ -432,25 +338,23 @@ class Cell:
     def ours(self) -> bool:
         return self.contender.startswith("fastser")
 
-    def best(self, metric: str) -> float | None:
-        return min(self.samples.get(metric) or [], default=None)  # type: ignore[return-value]
+    def best(self, metric: str) -> float:
+        return min(self.samples.get(metric) or [math.nan])
 
-    def median(self, metric: str) -> float | None:
-        samples = self.samples.get(metric)
-        return statistics.median(samples) if samples else None
+    def median(self, metric: str) -> float:
+        return statistics.median(self.samples.get(metric) or [math.nan])
 
     def noisy(self, metric: str) -> bool:
-        return len(self.samples.get(metric, ())) > 1 and self.median(metric) > NOISY * self.best(metric)
+        return self.median(metric) > NOISY * self.best(metric)
 
     def as_json(self) -> dict[str, Any]:
-        stats = {
-            metric: {"best": self.best(metric), "median": self.median(metric), "noisy": self.noisy(metric)}
-            for metric in self.samples
-        }
+        stats = {m: {"best": self.best(m), "median": self.median(m), "noisy": self.noisy(m)}
+                 for m, samples in self.samples.items() if samples}  # fmt: skip
         return {**dataclasses.asdict(self), "stats": stats}
 
 
 def sample(fn: Callable[[Any], Any], x: Any, number: int) -> float:
+    """Return the seconds of one call, from *number* calls."""
     gc.collect()
     if number == 1:
         start = time.perf_counter()
@@ -465,44 +369,40 @@ def sample(fn: Callable[[Any], Any], x: Any, number: int) -> float:
 def loops(fn: Callable[[Any], Any], x: Any) -> int:
     """Return how often *fn* must be called for one sample."""
     number = 1
-    while (taken := sample(fn, x, number) * number) < SAMPLE and number < 2**20:
-        number = max(2 * number, min(int(number * SAMPLE / max(taken, 1e-7)), 100 * number))
+    while number < 2**20 and (seconds := sample(fn, x, number) * number) < SAMPLE:
+        number *= max(2, min(int(SAMPLE / max(seconds, 1e-7)), 100))
     return number
 
 
-def _serve(conn: Any, pair: Pair, value: Any, check: Any, finish: Any) -> None:
+def serve(conn: Any, pair: Pair, value: Any, check: Any, finish: Any) -> None:
+    """Be a contender: get ready, take turns, and at the end tell the size and whether it was exact."""
     dumps, loads = pair
     try:
         start = time.perf_counter()
         data = dumps(value)
         loads(data)
-        if time.perf_counter() - start < SAMPLE * 100:
-            numbers = loops(dumps, value), loops(loads, data)
-        else:
-            numbers = 1, 1
+        fast = time.perf_counter() - start < 100 * SAMPLE
+        numbers = (loops(dumps, value), loops(loads, data)) if fast else (1, 1)
         conn.send(None)
         while conn.recv():
-            data = dumps(value)  # some readers use their data up
             conn.send((sample(dumps, value, numbers[0]), sample(loads, data, numbers[1])))
-        data = None
         extra = finish(dumps, loads, value) if finish else {}
-        data = dumps(value)
         conn.send((size_of(data), check(value, loads(data)), extra))
     except BaseException as error:
         conn.send(f"{type(error).__name__}: {error}"[:300])
 
 
 class Child:
-    """A contender in a forked process, ready to take turns."""
+    """A contender in a forked process."""
 
-    def __init__(self, pair: Pair, value: Any, check: Any, finish: Any):
+    def __init__(self, *args: Any):
         context = multiprocessing.get_context("fork")
         self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, pair, value, check, finish), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
 
-    def ask(self, question: Any = None) -> Any:
+    def ask(self, question: bool | None) -> Any:
         """Send *question*, unless it is None, and return the answer; RuntimeError if there is none."""
         try:
             if question is not None:
@@ -519,7 +419,7 @@ class Child:
 
     def end(self) -> None:
         self.conn.close()
-        self.process.join(0.2)
+        self.process.join(0.5)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -529,68 +429,57 @@ class Bench:
     """The options of a run, its progress and its results."""
 
     def __init__(self, options: argparse.Namespace):
-        self.full: bool = options.full
-        self.repeat: int = options.repeat
+        self.full, self.repeat = options.full, options.repeat
         self.only = [part for part in (options.only or "").split(",") if part]
         self.cells: list[Cell] = []
-        self.missing: dict[str, str] = {}
-        self.pairs: dict[Any, Pair | None] = {}
         self.summary: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
         self.bar: Any = None
         self.done, self.total = 0, sum(len(self.rows(section)) for section in SECTIONS)
 
-    def wants(self, section: str, row: str) -> bool:
-        return not self.only or any(part in f"{section}/{row}" for part in self.only)
-
     def rows(self, section: str) -> list[str]:
-        rows = [row for row in SECTIONS[section][1] if self.wants(section, row)]
-        return [row for row in rows if row != "float 1e7" or self.full]
+        rows = [row for row in SECTIONS[section][2] if self.full or row != "float 1e7"]
+        return [r for r in rows if not self.only or any(part in f"{section}/{r}" for part in self.only)]
 
     def installed(self, contenders: Contenders) -> dict[str, Pair]:
         """Import *contenders* and return those that can be."""
-        for name, factory in contenders.items():
-            if factory not in self.pairs:
-                try:
-                    self.pairs[factory] = factory()
-                except ImportError as error:
-                    self.pairs[factory] = None
-                    self.missing[name] = str(error)
+        pairs = {}
+        for name, (module, make) in contenders.items():
+            try:
+                pairs[name] = make(importlib.import_module(module))
+            except ImportError as error:
+                self.missing[name] = str(error)
         gc.collect()
-        gc.freeze()  # modules are not what the collections within the timings shall walk through
-        return {name: pair for name, f in contenders.items() if (pair := self.pairs[f]) is not None}
+        gc.freeze()  # collections during what is timed shall not walk through modules and the value
+        return pairs
 
-    def compete(
-        self,
-        section: str,
-        row: str,
-        value: Any,
-        pairs: dict[str, Pair],
-        check: Callable[[Any, Any], bool] = same,
-        finish: Callable[..., dict[str, Any]] | None = None,
-    ) -> None:
-        """Let the contenders *pairs* write and read *value* in turns, each in a child of its own."""
-        self.step(f"{section}: {row}")
-        cells = {name: Cell(section, row, name, {"dumps": [], "loads": []}) for name in pairs}
-        children = {name: Child(pair, value, check, finish) for name, pair in pairs.items()}
+    def compete(self, section: str, row: str, value: Any, pairs: dict[str, Pair], *ends: Any) -> None:
+        """Let the contenders *pairs* write and read *value*, in turns; *ends* is for the end."""
+        cells = {name: Cell(section, row, name, {metric: [] for metric in METRICS}) for name in pairs}
+        children: dict[str, Child] = {}
 
-        def tell(name: str, question: Any = None) -> Any:
+        def ask(name: str, question: bool | None) -> Any:
             try:
                 return children[name].ask(question)
             except RuntimeError as error:
                 cells[name].error = str(error)
                 children.pop(name).end()
 
-        for name in list(children):
-            tell(name)
-        spent: collections.Counter[str] = collections.Counter()
-        for turn in range(self.repeat):
+        for name, pair in pairs.items():  # one after the other, each gets ready undisturbed
+            children[name] = Child(pair, value, *ends)
+            ask(name, None)
+        start = time.perf_counter()
+        spent = dict.fromkeys(pairs, 0.0)
+        for turn in range(4 * self.repeat):
+            if turn >= self.repeat and time.perf_counter() - start > ROW:
+                break
             for name in list(children):
-                if (turn < 2 or spent[name] < BUDGET) and (answer := tell(name, True)):
-                    for metric, seconds in zip(("dumps", "loads"), answer, strict=True):
+                if (turn < 2 or spent[name] < BUDGET) and (answer := ask(name, True)):
+                    spent[name] += sum(answer)
+                    for metric, seconds in zip(METRICS, answer, strict=True):
                         cells[name].samples[metric].append(seconds)
-                        spent[name] += seconds
         for name in list(children):
-            if answer := tell(name, False):
+            if answer := ask(name, False):
                 cells[name].size, cells[name].exact, cells[name].extra = answer
                 children.pop(name).end()
         self.cells.extend(cells.values())
@@ -610,52 +499,66 @@ class Bench:
         else:
             print(f"[{self.done}/{self.total}] {text}", file=sys.stderr, flush=True)
 
+    def failures(self) -> list[str]:
+        """Name the rows where fastser gave no answer or a wrong one."""
+        wrong = [cell for cell in self.cells if cell.ours and (cell.error or not cell.exact)]
+        return [f"{c.section}/{c.row}: {c.contender}: {c.error or 'not the same object'}" for c in wrong]
+
 
 # ---- sections: each measures its rows
 
 
-def run_objects(bench: Bench) -> None:
-    pairs = bench.installed(OBJECT_CONTENDERS)
-    for row in bench.rows("objects"):
-        size = WORKLOADS[row][0]
-        bench.compete("objects", row, build(row, size if bench.full else size // 10), pairs)
-
-
-def run_fixed(bench: Bench) -> None:
-    pairs = bench.installed(OBJECT_CONTENDERS)
-    for row in bench.rows("fixed"):
+def case(section: str, row: str, full: bool) -> tuple[Callable[[], Any], Contenders, Any, Any]:
+    """Return what a row measures: maker of the value, contenders, check of the result, last question."""
+    if section == "objects":
+        return partial(build, row, WORKLOADS[row][0] // (1 if full else 10)), OBJECT_CONTENDERS, same, None
+    if section == "fixed":
         make, peers = FIXED[row]
+        return make, only(OBJECT_CONTENDERS, peers and ("fastser", "fastser.pickle", *peers)), same, None
+    if section == "to_serialize":
+        workload, size, peers = MARKED[row]
+        return partial(build, workload, size), only(MARKED_CONTENDERS, peers), same, None
+    if section == "messages":
+        contenders = TASK_CONTENDERS if row.startswith("compute") else MESSAGE_CONTENDERS
+        return partial(MESSAGES[row], full), contenders, same_message, None
+    contenders = only(OBJECT_CONTENDERS, ("fastser", "pickle5", "distributed"))
+    return partial(build, "array_big", MEMORY[row]), contenders, same, growth
+
+
+def only(contenders: Contenders, names: tuple[str, ...]) -> Contenders:
+    return {name: contenders[name] for name in names or contenders}
+
+
+def run(bench: Bench, section: str) -> None:
+    for row in bench.rows(section):
+        make, contenders, check, finish = case(section, row, bench.full)
+        bench.step(f"{section}: {row}")
         try:
             value = make()
         except ImportError as error:
-            bench.missing[row] = str(error)
-            bench.step(f"fixed: {row}: not installed")
+            bench.missing[f"{section}/{row}"] = str(error)
             continue
-        chosen = {n: p for n, p in pairs.items() if peers is None or n in peers or n.startswith("fastser")}
-        bench.compete("fixed", row, value, chosen)
+        bench.compete(section, row, value, bench.installed(contenders), check, finish)
 
 
-def run_marked(bench: Bench) -> None:
-    pairs = bench.installed(MARKED_CONTENDERS)
-    for row in bench.rows("to_serialize"):
-        if row in MARKED:
-            bench.compete("to_serialize", row, build(*MARKED[row]), pairs)
-        else:
-            bench.compete("to_serialize", row, build("float", GROWTH[row]), {"fastser": pairs["fastser"]})
+def growth(dumps: Any, loads: Any, value: Any) -> dict[str, Any]:
+    """Tell how much memory *dumps* takes, in bytes, and whether the array and its copy are one memory."""
+    before = resident()
+    data = dumps(value)
+    rss = resident() - before
+    frames = [np.frombuffer(frame, "u1") for part in data if type(part) is list for frame in part]
+    out = any(f.nbytes == value.nbytes and f.ctypes.data == value.ctypes.data for f in frames)
+    back = out and loads(data).ctypes.data == value.ctypes.data
+    del data, frames
+    tracemalloc.start()
+    dumps(value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"rss": rss, "peak": peak, "zero copy out": out, "zero copy in": back}
 
 
-def run_messages(bench: Bench) -> None:
-    for row in bench.rows("messages"):
-        pairs = bench.installed(TASK_CONTENDERS if row.startswith("compute") else MESSAGE_CONTENDERS)
-        bench.compete("messages", row, MESSAGES[row](bench.full), pairs, same_message)
-
-
-def _address(buffer: Any) -> int:
-    raw = buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else memoryview(buffer)
-    return int(np.frombuffer(raw, "u1").ctypes.data)
-
-
-def _rss() -> int:
+def resident() -> int:
+    gc.collect()
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -663,77 +566,46 @@ def _rss() -> int:
         return 0
 
 
-def _memory_growth(dumps: Any, loads: Any, value: Any) -> dict[str, Any]:
-    gc.collect()
-    before = _rss()
-    data = dumps(value)
-    rss = _rss() - before
-    frames = [frame for part in data if isinstance(part, list) for frame in part]
-    shared = any(size_of(f) == value.nbytes and _address(f) == value.ctypes.data for f in frames)
-    view = bool(shared and loads(data).ctypes.data == value.ctypes.data)
-    del data, frames
-    tracemalloc.start()
-    data = dumps(value)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"rss": rss, "peak": peak, "zero_copy_out": shared, "zero_copy_in": view}
-
-
-def run_memory(bench: Bench) -> None:
-    pairs = bench.installed(OBJECT_CONTENDERS)
-    chosen = {name: pairs[name] for name in ("fastser", "pickle5", "distributed") if name in pairs}
-    for row in bench.rows("memory"):
-        bench.compete("memory", row, build_array(MEMORY[row]), chosen, same, _memory_growth)
-
-
-def run_cluster(bench: Bench) -> None:
-    """Run a stock and a fastser cluster, one after the other, each below a process of its own."""
-    rows = bench.rows("cluster")
+def run_cluster(bench: Bench, section: str) -> None:
+    """Time a stock and then a fastser cluster, each below a process of its own."""
     try:
         import distributed  # noqa: F401
     except ImportError as error:
-        bench.missing["distributed"] = str(error)
-        bench.done += len(rows)
+        bench.missing["cluster"] = str(error)
+        bench.done += len(bench.rows(section))
         return
     here = os.path.dirname(os.path.abspath(__file__))
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    for phase in ("stock", "fastser"):
-        todo = [row for row in rows if phase in CLUSTER[row][3]]
+    for phase in PHASES:
+        rows = [row for row in bench.rows(section) if phase in CLUSTER[row][3]]
+        if not rows:
+            continue
         command = [sys.executable, __file__, "--phase", phase, "--repeat", str(bench.repeat)]
-        process = subprocess.Popen(
-            [*command, "--only", "|".join(todo)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        errors: list[str] = []
-        reader = threading.Thread(target=lambda file, to: to.extend(file), args=(process.stderr, errors))
-        guard = threading.Timer(PHASE_TIMEOUT, os.killpg, (process.pid, signal.SIGKILL))
-        reader.start()
-        guard.start()
-        seen: set[str] = set()
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                cell = Cell("cluster", contender=phase, **json.loads(line))
-                bench.cells.append(cell)
-                seen.add(cell.row)
-                if phase == CLUSTER[cell.row][3][0]:
+        seen = set()
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                [*command, "--only", "|".join(rows)], env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+            guard = threading.Timer(PHASE_TIMEOUT, os.killpg, (process.pid, signal.SIGKILL))
+            guard.start()
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    cell = Cell(**json.loads(line))
+                    bench.cells.append(cell)
+                    seen.add(cell.row)
+                    bench.done -= phase != CLUSTER[cell.row][3][0]  # a row counts once
                     bench.step(f"cluster: {cell.row} ({phase})")
-        process.wait()
-        guard.cancel()
-        guard.join()
-        reader.join()
-        text = [line.strip() for line in errors if line.strip()]
-        for row in todo:
-            if row not in seen:
-                problem = text[-1] if text else f"no answer in {PHASE_TIMEOUT} s"
-                bench.cells.append(Cell("cluster", row, phase, error=problem[:300]))
+            process.wait()
+            guard.cancel()
+            guard.join()
+            log.seek(0)
+            problem = (log.read().strip().splitlines() or [f"no answer in {PHASE_TIMEOUT} s"])[-1][:300]
+        bench.cells += [Cell("cluster", row, phase, error=problem) for row in rows if row not in seen]
 
 
 def run_phase(phase: str, rows: list[str], repeat: int) -> None:
-    """Time *rows* on one cluster, in this process; a line of JSON for each on stdout."""
-    import logging
-
+    """Time *rows* on one cluster, and print each as a line of JSON."""
     from distributed import Client, LocalCluster
 
     with (
@@ -744,360 +616,247 @@ def run_phase(phase: str, rows: list[str], repeat: int) -> None:
         Client(cluster) as client,
     ):  # fmt: skip
         if phase == "fastser":
-            import fastser.dask
-
-            fastser.dask.install(client)
+            importlib.import_module("fastser.dask").install(client)
         for row in rows:
-            cell = Cell("cluster", row, phase, collections.defaultdict(list))
+            cell = Cell("cluster", row, phase)
             try:
-                _time_on_cluster(client, cell, min(repeat, 2) if phase == "stock" else repeat)
+                time_on_cluster(client, cell, min(repeat, 2) if phase == "stock" else repeat)
             except Exception as error:
                 name = type(error).__name__
                 cell.error = f"over {STOCK_TIMEOUT} s" if "Timeout" in name else f"{name}: {error}"[:300]
-            answer = dataclasses.asdict(cell)
-            del answer["section"], answer["contender"]
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(dataclasses.asdict(cell)), flush=True)
 
 
-def _time_on_cluster(client: Any, cell: Cell, repeat: int) -> None:
+def time_on_cluster(client: Any, cell: Cell, repeat: int) -> None:
     from distributed import wait
 
-    kind, workload, n, _ = CLUSTER[cell.row]
+    what, workload, n, _ = CLUSTER[cell.row]
 
     def timed(metric: str, fn: Callable[[], Any]) -> Any:
         gc.collect()
         start = time.perf_counter()
         result = fn()
-        cell.samples[metric].append(time.perf_counter() - start)
+        cell.samples.setdefault(metric, []).append(time.perf_counter() - start)
         return result
 
-    def results() -> Any:
-        future = client.submit(build, workload, n, pure=False)
+    def submit(size: int = n) -> Any:
+        return client.submit(build, workload, size, pure=False)
+
+    def result() -> Any:
+        future = submit()
         wait(future, timeout=STOCK_TIMEOUT)
         value = timed("result", lambda: future.result(timeout=STOCK_TIMEOUT))
         if workload == "array_big":
             timed("tolist", value.tolist)
-        timed("submit", lambda: client.submit(build, workload, n, pure=False).result(timeout=STOCK_TIMEOUT))
+        timed("submit + result", lambda: submit().result(timeout=STOCK_TIMEOUT))
         return value
 
     def scatter() -> Any:
-        value = build(workload, n)
-        return timed("scatter", lambda: client.scatter(value, hash=False, timeout=STOCK_TIMEOUT)).result()
+        return timed("scatter", lambda: client.scatter([expected], hash=False, timeout=STOCK_TIMEOUT))[
+            0
+        ].result()
 
-    def gather() -> Any:
-        return timed(
-            "gather", lambda: client.gather(client.map(increment, range(n), pure=False), errors="raise")
-        )
+    def map_and_gather() -> Any:
+        return timed("map + gather", lambda: client.gather(client.map(increment, range(n), pure=False)))
 
-    kinds = {"result": (results, 10), "scatter": (scatter, 10), "map": (gather, 0)}
-    run, small = kinds[kind]
-    if small and n > small:  # warm up both workers
-        client.gather([client.submit(build, workload, small, pure=False) for _ in range(4)])
-    expected = [i + 1 for i in range(n)] if kind == "map" else build(workload, n)
-    cell.exact = True
-    for _ in range(1 if kind == "scatter" and cell.contender == "stock" else repeat):
-        cell.exact = same(expected, run()) and cell.exact
+    if what == "map":
+        expected: Any = list(range(1, n + 1))
+    else:
+        expected = build(workload, n)
+        client.gather([submit(10) for _ in range(4)])  # both workers have met it before
+    run = {"result": result, "scatter": scatter, "map": map_and_gather}[what]
+    for _ in range(1 if what == "scatter" and cell.contender == "stock" else repeat):
+        cell.exact = same(expected, run()) and cell.exact is not False
 
-
-SECTIONS: dict[str, tuple[Callable[[Bench], None], Iterable[str]]] = {
-    "cluster": (run_cluster, CLUSTER),
-    "objects": (run_objects, WORKLOADS),
-    "fixed": (run_fixed, FIXED),
-    "to_serialize": (run_marked, [*MARKED, *GROWTH]),
-    "messages": (run_messages, MESSAGES),
-    "memory": (run_memory, MEMORY),
-}
 
 # ---- tables
 
-METRICS = ("dumps", "loads")
-
 
 def show(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> None:
-    """Print a table: the first column to the left, numbers to the right."""
     grid = [list(header), *map(list, lines)]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     print(f"\n{title}")
-    for line in grid:
-        cells = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
-        print("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    for first, *rest in grid:
+        texts = [text.rjust(width) for text, width in zip(rest, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *texts]).rstrip())
 
 
 def short(x: float | None, unit: float = 1.0) -> str:
-    if x is None:
+    if x is None or math.isnan(x):
         return "-"
-    x /= unit
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    return f"{x / unit:,.0f}" if x >= 100 * unit else f"{x / unit:.3g}"
 
 
 def timing(cell: Cell | None, metric: str, unit: float) -> str:
-    if cell is None or cell.best(metric) is None or (cell.error and cell.exact is None):
+    if cell is None or not cell.samples.get(metric):
         return "-"
-    marks = "~" * cell.noisy(metric) + "*" * (cell.exact is False)
-    return short(cell.best(metric), unit) + marks
+    return short(cell.best(metric), unit) + "~" * cell.noisy(metric) + "*" * (cell.exact is False)
 
 
-def ratio(a: Cell | None, b: Cell | None, metric: str) -> float | None:
-    if a is None or b is None or not (x := a.best(metric)) or not (y := b.best(metric)):
-        return None
-    return x / y
+def ratio(a: Cell | None, b: Cell | None, metric: str) -> float:
+    return a.best(metric) / b.best(metric) if a and b else math.nan
 
 
-def mean(ratios: Iterable[float | None]) -> float | None:
-    logs = [math.log(x) for x in ratios if x]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+def mean(ratios: Iterable[float]) -> float:
+    logs = [math.log(x) for x in ratios if not math.isnan(x)]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def fastest(cells: dict[str, Cell], metric: str) -> Cell | None:
     """Return the fastest contender that is not ours and gives the same object back."""
-    peers = [c for c in cells.values() if not c.ours and c.exact and c.best(metric)]
-    return min(peers, key=lambda c: c.best(metric) or 0.0, default=None)
+    peers = [c for c in cells.values() if not c.ours and c.exact and c.samples[metric]]
+    return min(peers, key=lambda c: c.best(metric), default=None)
 
 
-def show_matrix(bench: Bench, section: str, unit: float, unit_name: str) -> None:
+def report_peers(bench: Bench, section: str, unit: float, unit_name: str, baseline: str) -> None:
+    """Show all contenders, then ours beside the fastest exact peer and beside *baseline*."""
     table = bench.of(section)
     names = list(dict.fromkeys(name for cells in table.values() for name in cells))
     for metric in METRICS:
         lines = [[r, *(timing(cells.get(n), metric, unit) for n in names)] for r, cells in table.items()]
-        show(f"{section}, {metric}, {unit_name}", ["", *names], lines)
-    if section in ("objects", "fixed"):
-        sizes = {r: [short(cells[n].size) if n in cells else "-" for n in names] for r, cells in table.items()}
-        show(f"{section}, bytes", ["", *names], [[r, *texts] for r, texts in sizes.items()])
-
-
-def show_ratios(bench: Bench, section: str, unit: float, unit_name: str, baseline: str) -> None:
-    """Show ours beside the fastest exact peer and beside *baseline*; keep the geometric means."""
-    for name in ("fastser", "fastser.pickle"):
-        table = {row: cells for row, cells in bench.of(section).items() if name in cells}
-        if not table:
-            continue
-        lines = []
-        found: dict[str, list[float | None]] = collections.defaultdict(list)
-        slow = []
-        for row, cells in table.items():
-            line = [row]
-            for metric in METRICS:
-                peer = fastest(cells, metric)
-                to_peer = ratio(cells[name], peer, metric)
-                to_baseline = ratio(cells[name], cells.get(baseline), metric)
-                found[metric].append(to_peer)
-                found[f"{metric} to {baseline}"].append(to_baseline)
-                line += [timing(cells[name], metric, unit), peer.contender if peer else "",
-                         timing(peer, metric, unit), short(to_peer), short(to_baseline)]  # fmt: skip
-                if to_peer and to_peer > SLOW:
-                    slow.append(f"  {row}: {metric} {short(to_peer)} times {peer.contender}")  # type: ignore[union-attr]
-            lines.append(line)
-        means = {metric: mean(ratios) for metric, ratios in found.items()}
-        bench.summary[f"{section} {name}"] = means
-        header = [h for m in METRICS for h in (m, "fastest exact", unit_name, "ratio", f"/ {baseline}")]
-        show(f"{section}: {name} beside its fastest exact peer, {unit_name}", ["", *header], lines)
-        print(f"geometric means: {', '.join(f'{m} {short(x)}' for m, x in means.items())}")
-        if section == "objects":
-            print(f"goals over all objects: {', '.join(f'{m} <= {x}' for m, x in GOALS.items())}")
-        print("\n".join(slow))
-
-
-def report_objects(bench: Bench) -> None:
-    show_matrix(bench, "objects", 1e-3, "ms")
-    show_ratios(bench, "objects", 1e-3, "ms", "pickle5")
-
-
-def report_fixed(bench: Bench) -> None:
-    show_matrix(bench, "fixed", 1e-6, "us")
-    show_ratios(bench, "fixed", 1e-6, "us", "pickle5")
-
-
-def report_messages(bench: Bench) -> None:
-    show_matrix(bench, "messages", 1e-6, "us")
-    show_ratios(bench, "messages", 1e-6, "us", "distributed")
-
-
-def report_marked(bench: Bench) -> None:
-    table = bench.of("to_serialize")
-    lines = []
+        show(f"{section}: {metric}, {unit_name}", ["", *names], lines)
+    sizes = [
+        [r, *(short(c.size) if (c := cells.get(n)) else "-" for n in names)] for r, cells in table.items()
+    ]
+    show(f"{section}: bytes", ["", *names], sizes)
+    ours = [name for name in names if name.startswith("fastser")]
+    ratios: dict[str, list[float]] = {}
+    lines, slow = [], []
     for row, cells in table.items():
-        ours, stock = cells.get("fastser"), cells.get("distributed")
         line = [row]
         for metric in METRICS:
-            line += [timing(ours, metric, 1e-3), timing(stock, metric, 1e-3), short(ratio(stock, ours, metric))]
-        count = MARKED[row][1] if row in MARKED else GROWTH[row]
-        each = [timing(ours, metric, 1e-9 * count) for metric in METRICS]
-        lines.append([*line, *each])
-    header = [h for m in METRICS for h in (f"{m} ms", "distributed", "times")]
-    each = [f"{m} ns/element" for m in METRICS]
-    show("to_serialize: a message with one marked object", ["", *header, *each], lines)
-    if "float 20,000" in table:
-        print("goal: 20,000 random floats 300 times as fast as distributed")
+            peer = fastest(cells, metric)
+            line += [peer.contender if peer else "", timing(peer, metric, unit)]
+            for name in ours:
+                found = [ratio(cells.get(name), other, metric) for other in (peer, cells.get(baseline))]
+                line += map(short, found)
+                for other, x in zip(("the fastest exact peer", baseline), found, strict=True):
+                    ratios.setdefault(f"{name} {metric} / {other}", []).append(x)
+                if found[0] > SLOW and peer:
+                    slow.append(f"{row} {metric} ({name} {short(found[0])} times {peer.contender})")
+        lines.append(line)
+    columns = ["fastest exact", unit_name, *(text for name in ours for text in (name, f"/ {baseline}"))]
+    show(f"{section}: dumps, then loads: fastser as a ratio", ["", *columns, *columns], lines)
+    print("geometric means:")
+    for text, found in ratios.items():
+        bench.summary[f"{section}: {text}"] = mean(found)
+        print(f"  {text}: {short(mean(found))}")
+    if section == "objects":
+        print(GOALS)
+    print("".join(f"slow: {text}\n" for text in slow), end="")
 
 
-def report_memory(bench: Bench) -> None:
+def report_marked(bench: Bench, section: str) -> None:
     lines = []
-    for row, cells in bench.of("memory").items():
+    for row, cells in bench.of(section).items():
+        ours, stock = cells["fastser"], cells.get("distributed")
+        line = [row]
+        for metric in METRICS:
+            texts = [timing(cell, metric, 1e-3) for cell in (ours, stock)]
+            line += [*texts, short(ratio(stock, ours, metric)), timing(ours, metric, 1e-9 * MARKED[row][1])]
+        lines.append(line)
+    columns = [text for m in METRICS for text in (f"{m} ms", "distributed", "times", "ns/element")]
+    show("to_serialize: a message with one marked object", ["", *columns], lines)
+    print(
+        "goal: 20,000 random floats 300 times as fast as distributed; the same time per element at any size"
+    )
+
+
+def report_memory(bench: Bench, section: str) -> None:
+    lines = []
+    for row, cells in bench.of(section).items():
         for name, cell in cells.items():
             sizes = [short(cell.extra.get(key), 2**20) for key in ("rss", "peak")]
-            flags = [str(cell.extra.get(key, "-")) for key in ("zero_copy_out", "zero_copy_in")]
+            flags = [str(cell.extra.get(key, "-")) for key in ("zero copy out", "zero copy in")]
             lines.append([f"{row}, {name}", *(timing(cell, m, 1e-6) for m in METRICS), *sizes, *flags])
-    header = ("", "dumps us", "loads us", "RSS + MiB", "peak MiB", "zero copy out", "in")
-    show("memory: one large array", header, lines)
+    columns = ("", "dumps us", "loads us", "RSS + MiB", "peak MiB", "zero copy out", "in")
+    show("memory: one large array", columns, lines)
 
 
-def report_cluster(bench: Bench) -> None:
+def report_cluster(bench: Bench, section: str) -> None:
     lines = []
-    table = bench.of("cluster")
+    table = bench.of(section)
     for row, cells in table.items():
         stock, ours = cells.get("stock"), cells.get("fastser")
         for metric in list(dict.fromkeys(m for cell in cells.values() for m in cell.samples)) or [""]:
-            medians = [short(cell.median(metric), 1e-3) if cell else "-" for cell in (stock, ours)]
-            texts = [timing(cell, metric, 1e-3) for cell in (stock, ours)]
-            times = short(ratio(stock, ours, metric))
-            lines.append([row, metric, texts[0], medians[0], texts[1], medians[1], times])
-    header = ("", "", "stock", "median", "fastser", "median", "times")
-    show("cluster: 2 worker processes over TCP, ms", header, lines)
+            texts = [
+                t
+                for c in (stock, ours)
+                for t in (timing(c, metric, 1e-3), short(c and c.median(metric), 1e-3))
+            ]
+            lines.append([f"{row}: {metric}", *texts, short(ratio(stock, ours, metric))])
+        if stock and stock.error:
+            lines.append([f"{row}: stock: {stock.error}", *[""] * 5])
+    columns = ("", "stock", "median", "fastser", "median", "times")
+    show("cluster: 2 worker processes over TCP, ms", columns, lines)
     arrays = table.get("array 1,000,000", {}).get("fastser")
-    base = arrays and arrays.best("result")
-    for row, added, text in (
-        ("float 1,000,000", arrays and arrays.best("tolist"), "an array and its tolist"),
-        ("float_const 1,000,000", 0.0, "an array"),
+    for name, extra, text in (
+        ("float", "tolist", "an array and its tolist"),
+        ("float_const", "", "an array"),
     ):
-        ours = table.get(row, {}).get("fastser")
-        if base and ours and (best := ours.best("result")):
-            relative = best / (base + (added or 0.0))
-            bench.summary[f"cluster {row}"] = relative
-            print(f"{row}: {short(relative)} times the result of {text} (goal: 2)")
-
-
-REPORTS = {
-    "cluster": report_cluster,
-    "objects": report_objects,
-    "fixed": report_fixed,
-    "to_serialize": report_marked,
-    "messages": report_messages,
-    "memory": report_memory,
-}
+        ours = table.get(f"{name} 1,000,000", {}).get("fastser")
+        if arrays and ours:
+            relative = ours.best("result") / (arrays.best("result") + (arrays.best(extra) if extra else 0))
+            bench.summary[f"cluster: {name} 1,000,000 / {text}"] = relative
+            print(f"{name} 1,000,000: {short(relative)} times the result of {text} (goal: 2)")
 
 
 def report_against(bench: Bench, path: str) -> None:
     """Show ours as a ratio to an earlier run, and how the peers moved meanwhile."""
     with open(path) as file:
         earlier = json.load(file)
-    old = {(c["section"], c["row"], c["contender"]): c["stats"] for c in earlier["cells"]}
-    lines, drift, change = [], [], []
+    stats = {(c["section"], c["row"], c["contender"]): c["stats"] for c in earlier["cells"]}
+    lines, ours, peers = [], [], []
     for cell in bench.cells:
-        before = old.get((cell.section, cell.row, cell.contender), {})
         for metric in cell.samples:
-            now, then = cell.best(metric), before.get(metric, {}).get("best")
-            if not now or not then:
-                continue
-            (change if cell.ours else drift).append(now / then)
-            if cell.ours:
-                mark = "~" if cell.noisy(metric) or before[metric]["noisy"] else ""
-                name = f"{cell.section}/{cell.row}"
-                lines.append([name, cell.contender, metric, short(then, 1e-3), short(now, 1e-3),
-                              short(now / then) + mark])  # fmt: skip
-    if not lines:
-        print(f"\nnothing in common with {path}")
-        return
+            then = stats.get((cell.section, cell.row, cell.contender), {}).get(metric)
+            if then and not math.isnan(now := cell.best(metric)):
+                (ours if cell.ours else peers).append(now / then["best"])
+                if cell.ours:
+                    mark = "~" * (cell.noisy(metric) or then["noisy"])
+                    texts = [short(then["best"], 1e-3), short(now, 1e-3), short(now / then["best"]) + mark]
+                    lines.append([f"{cell.section}/{cell.row}", cell.contender, metric, *texts])
     show(f"against {path}, ms", ("", "", "", "then", "now", "ratio"), lines)
-    print(f"geometric mean {short(mean(change))}; that of the peers, which is the machine: {short(mean(drift))}")
-    if earlier["machine"] != machine():
-        print(f"another machine: {earlier['machine']}")
+    print(f"geometric mean {short(mean(ours))}; of the peers, which is the machine: {short(mean(peers))}")
+    for key, facts in (("machine", machine()), ("full", bench.full)):
+        if earlier[key] != facts:
+            print(f"not alike: {key} was {earlier[key]}")
 
+
+SECTIONS: dict[str, tuple[Callable[..., None], Callable[..., None], Iterable[str]]] = {
+    "cluster": (run_cluster, report_cluster, CLUSTER),
+    "objects": (run, partial(report_peers, unit=1e-3, unit_name="ms", baseline="pickle5"), WORKLOADS),
+    "fixed": (run, partial(report_peers, unit=1e-6, unit_name="us", baseline="pickle5"), FIXED),
+    "to_serialize": (run, report_marked, MARKED),
+    "messages": (run, partial(report_peers, unit=1e-6, unit_name="us", baseline="distributed"), MESSAGES),
+    "memory": (run, report_memory, MEMORY),
+}
 
 # ---- command line
 
 
 def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            cpu = next((x.partition(":")[2].strip() for x in file if x.startswith("model name")), cpu)
-    except OSError:
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu, "cores": cores, "system": platform.platform()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        cpu = next((x.partition(":")[2].strip() for x in file if x.startswith("model name")), cpu)
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
+def versions() -> dict[str, str]:
+    import fastser
+
+    found = {"python": platform.python_version(), "fastser": fastser.__version__}
+    for name in ("numpy", "cloudpickle", "msgpack", *OPTIONAL):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    if found["fastser"] is None:
-        import fastser
-
-        found["fastser"] = fastser.__version__
+            found[name] = "not installed"
     return found
-
-
-def failures(bench: Bench) -> list[str]:
-    """Name the rows where fastser gave no answer or a wrong one."""
-    return [
-        f"{c.section}/{c.row}: {c.contender}: {c.error or 'not the same object'}"
-        for c in bench.cells
-        if c.ours and (c.error or c.exact is False)
-    ]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", metavar="NAMES", help="sections, or parts of section/row, with commas")
-    parser.add_argument("--full", action="store_true", help="the full sizes (ten minutes)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="turns per contender (5)")
-    parser.add_argument("--json", metavar="FILE", help="write all results there")
-    parser.add_argument("--against", metavar="FILE", help="compare with the results of an earlier run")
-    parser.add_argument("--list", action="store_true", help="list sections and rows")
-    parser.add_argument("--phase", choices=("stock", "fastser"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.repeat < 1:
-        parser.error("--repeat must be at least 1")
-    if options.phase:
-        run_phase(options.phase, options.only.split("|"), options.repeat)
-        return 0
-    bench = Bench(options)
-    sections = [section for section in SECTIONS if bench.rows(section)]
-    if options.list:
-        print("\n".join(f"{section}/{row}" for section in sections for row in bench.rows(section)))
-        return 0
-    if not sections:
-        parser.error(f"no row matches {options.only!r}; see --list")
-    facts, found = machine(), versions()
-    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}")
-    print(", ".join(f"{name} {version or '(not installed)'}" for name, version in found.items()))
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        print(f"the machine is not idle: load {load:.1f}")
-    begin = time.perf_counter()
-    for section in sections:
-        with progress(bench):
-            SECTIONS[section][0](bench)
-        REPORTS[section](bench)
-        sys.stdout.flush()
-    failed = failures(bench)
-    took = time.perf_counter() - begin
-    for name, reason in bench.missing.items():
-        print(f"left out: {name}: {reason}")
-    for cell in bench.cells:
-        if cell.error and not cell.ours and cell.section == "cluster":
-            print(f"cluster/{cell.row}: {cell.contender}: {cell.error}")
-    if options.against:
-        report_against(bench, options.against)
-    if options.json:
-        facts_now = {"versions": found, "machine": facts, "load": load, "seconds": took}
-        settings = {"full": bench.full, "repeat": bench.repeat, "only": bench.only}
-        results = {"cells": [cell.as_json() for cell in bench.cells], "summary": bench.summary}
-        with open(options.json, "w") as file:
-            json.dump({**facts_now, "options": settings, **results, "failures": failed}, file, indent=1)
-    print(f"\n{took:.0f} s")
-    for text in failed:
-        print(f"FAILED {text}")
-    return 1 if failed else 0
 
 
 @contextlib.contextmanager
 def progress(bench: Bench) -> Iterator[None]:
-    """Show a bar of rich on a terminal, if there are both, else let `Bench.step` print lines."""
+    """Show a bar, if rich is installed and there is a terminal; else `Bench.step` prints lines."""
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -1107,11 +866,58 @@ def progress(bench: Bench) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    # No refreshing thread: the children are forked.
-    with Progress(console=Console(stderr=True), auto_refresh=False, transient=True) as bench.bar:
-        bench.bar.add_task("", total=bench.total, completed=bench.done)
+    with Progress(
+        console=Console(stderr=True), auto_refresh=False, transient=True
+    ) as bench.bar:  # no thread:
+        bench.bar.add_task("", total=bench.total, completed=bench.done)  # the children are forked
         yield
     bench.bar = None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", metavar="NAMES", help="sections, or parts of section/row, with commas")
+    parser.add_argument("--full", action="store_true", help="the full sizes; takes ten minutes")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="turns that each takes (5)")
+    parser.add_argument("--json", metavar="FILE", help="write all results to a file")
+    parser.add_argument("--against", metavar="FILE", help="compare with the results of an earlier run")
+    parser.add_argument("--list", action="store_true", help="list all rows")
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.phase:
+        run_phase(options.phase, options.only.split("|"), options.repeat)
+        return 0
+    bench = Bench(options)
+    sections = [section for section in SECTIONS if bench.rows(section)]
+    if options.list:
+        print("\n".join(f"{section}/{row}" for section in sections for row in bench.rows(section)))
+        return 0
+    if not sections or options.repeat < 1:
+        parser.error(f"no row matches {options.only}; see --list" if not sections else "--repeat: 1 or more")
+    facts = {"machine": machine(), "versions": versions(), "load": os.getloadavg()[0], "full": bench.full}
+    print("{cpu}, {cores} cores, {system}".format(**facts["machine"]))
+    print(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    if facts["load"] > 0.5:
+        print(f"the machine is not idle: load {facts['load']:.1f}")
+    begin = time.perf_counter()
+    for section in sections:
+        measure, report, _ = SECTIONS[section]
+        with progress(bench):
+            measure(bench, section)
+        report(bench, section)
+        sys.stdout.flush()
+    facts["seconds"] = time.perf_counter() - begin
+    failures = bench.failures()
+    if options.against:
+        report_against(bench, options.against)
+    if options.json:
+        results = {"cells": [cell.as_json() for cell in bench.cells], "summary": bench.summary}
+        with open(options.json, "w") as file:
+            json.dump({**facts, **results, "missing": bench.missing, "failures": failures}, file, indent=1)
+    print(f"\n{facts['seconds']:.0f} s")
+    print("".join(f"left out: {name}: {reason}\n" for name, reason in bench.missing.items()), end="")
+    print("".join(f"FAILED {text}\n" for text in failures), end="")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
