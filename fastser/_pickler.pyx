@@ -19,7 +19,7 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
 from pickle import PickleBuffer, PicklingError
-from types import FunctionType, MethodDescriptorType
+from types import FunctionType, MethodType
 from uuid import UUID
 
 import cloudpickle
@@ -34,6 +34,8 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
+
+from fastser.dispatch import Call
 
 from fastser._lists cimport (
     BOOL,
@@ -95,7 +97,7 @@ cdef extern from *:
     Py_ssize_t compact_value "__Pyx_PyLong_CompactValue"(PyObject*) noexcept
 
 cdef enum:
-    MAX_DEPTH = 8000  # levels of nesting; about 300 bytes of C stack each
+    MAX_DEPTH = 3200  # levels of nesting, each of at most 500 bytes of C stack
     BATCH = 1000  # items between two marks, which bounds the stack of the unpickler
     OUT_OF_BAND = 65536  # bytes; what is smaller costs less inside the program than as its own frame
     MIN_FLOATS = 32  # items of a list that is worth a block; see docs for the measurement
@@ -873,7 +875,7 @@ cdef class Pickler:
                 self.save_str(key, refcount(key) > 1)  # runs no Python code
                 self.save_item(value)
             else:
-                self.save_pair(<object>key, <object>value)
+                self.save_pair(key, value)
             if dict_size(obj) != n:
                 raise RuntimeError("dictionary changed size during iteration")
             in_batch += 1
@@ -884,10 +886,12 @@ cdef class Pickler:
             self.put(b'u')
         return 0
 
-    cdef int save_pair(self, key, value) except -1:
+    cdef int save_pair(self, PyObject* key, PyObject* value) except -1:
         """Write a key and its value, both held here, since writing the key may run Python code."""
-        self.save(<PyObject*>key, refcount(<PyObject*>key) > 2)
-        return self.save(<PyObject*>value, refcount(<PyObject*>value) > 2)
+        cdef object held_key = <object>key
+        cdef object held_value = <object>value
+        self.save(<PyObject*>held_key, refcount(<PyObject*>held_key) > 2)
+        return self.save(<PyObject*>held_value, refcount(<PyObject*>held_value) > 2)
 
     cdef inline int save_item_held(self, PyObject* obj) except -1:
         """Like save_item, for an item that the caller holds one reference to besides the container."""
@@ -1081,7 +1085,7 @@ cdef class Pickler:
                     return self.save_reduction(obj, value, shared)
         if cls is &PyFunction_Type or cls is &PyType_Type:
             return self.save_named(obj, shared)
-        reduction = self.table_entry(type(obj))
+        reduction = self.table_entry(obj, type(obj))
         if reduction is not None:
             value = reduction(obj)
         elif isinstance(obj, type):
@@ -1100,7 +1104,7 @@ cdef class Pickler:
             raise _Restart
         return 0
 
-    cdef table_entry(self, cls):
+    cdef table_entry(self, obj, cls):
         """Return the reduction that a dispatch table has for *cls*, or None."""
         if self.table is not None:
             entry = self.table.get(cls)
@@ -1110,6 +1114,8 @@ cdef class Pickler:
                 entry = table.get(cls)
                 if entry is not None:
                     break
+            if cls is MethodType and _is_bound(obj):
+                entry = None
         else:
             entry = copyreg.dispatch_table.get(cls)
         if entry is not None and not self.full and entry.__module__.partition(".")[0] != "cloudpickle":
@@ -1421,6 +1427,11 @@ def _is_plain(obj, value):
     )
 
 
+def _is_bound(method):
+    """Tell whether the method is an attribute of its object, as which pickle writes it."""
+    return getattr(method.__self__, method.__func__.__name__, None) == method
+
+
 def _is_referable(obj):
     """Tell whether pickle by reference is what cloudpickle would do, in the plain cases."""
     if BY_VALUE_MODULES():
@@ -1518,10 +1529,22 @@ class _StandardByValue(cloudpickle.Pickler):
         if reducer is not None:
             value = reducer(obj)
             if isinstance(value, tuple) and len(value) == 1:  # "write this in its place"
-                return (next, (iter([value[0]]),))
+                return next, (iter([value[0]]),)
+            if isinstance(value, tuple):
+                return value[0], _in_band(value[1]), *value[2:]
             if value is not NotImplemented:
                 return value
+        if isinstance(obj, Call):
+            return obj.func, _in_band(obj.args)
         return super().reducer_override(obj)
+
+
+def _in_band(args):
+    """Return *args* with bytes or a bytearray for each buffer: these protocols have no buffers."""
+    return tuple([
+        (bytes if arg.raw().readonly else bytearray)(arg.raw()) if isinstance(arg, PickleBuffer) else arg
+        for arg in args
+    ])
 
 
 def _dumps_standard(obj, protocol, fix_imports, find_reducer):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import importlib
+import pickle
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
+from pickle import PickleBuffer
 from typing import Any, Literal
 
 import msgpack
 
 from fastser import _frames, _pickler, compression, dispatch
 from fastser import pickle as fast_pickle
-from fastser.dispatch import Dispatch, Family, has_keyword
+from fastser.dispatch import Call, Dispatch, Family, has_keyword
 from fastser.errors import DispatchError, FrameError, SerializationError
 from fastser.wrappers import COLLECTIONS, WRAPPERS, Frames, Header, Wrappers, msgpack_exact, travels_apart
 
@@ -140,7 +144,8 @@ class Codec:
         sub_headers, frames, lengths, compressions = [], [], [], []
         for key, element in x.items() if is_dict else ((None, element) for element in x):
             sub_header, sub_frames = self.serialize(element, serializers, on_error, context)
-            sub_header, sub_frames = self._joined(sub_header, sub_frames)
+            if "split-num-sub-frames" in sub_header:  # a Serialized that travelled already
+                sub_header, sub_frames = self._joined(sub_header, sub_frames)
             if is_dict:
                 sub_header["key"] = key
             sub_headers.append(sub_header)
@@ -227,7 +232,7 @@ class Codec:
         if not isinstance(header, Mapping):
             raise FrameError(f"a header must be a dict, got {type(header).__name__}")
         names = header.get("compression")
-        if names and any(names) and len(names) == len(frames):
+        if names and len(names) == len(frames) and any(isinstance(name, str) for name in names):
             frames = compression.decompress(header, frames)
         counts = header.get("split-num-sub-frames")
         if counts is not None and len(counts) != len(frames):
@@ -475,7 +480,7 @@ class Codec:
         )
         return {
             "sub-header": sub_header,
-            "type": f"{type(x).__module__}.{type(x).__qualname__}",
+            "type": f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins."),
             "type-serialized": self.pickle_type(type(x)),
             "serializer": "dask",
         }, frames
@@ -511,12 +516,10 @@ class Codec:
             writeable.append(not view.readonly)
             return None
 
-        protocol = (context or {}).get("pickle-protocol") or fast_pickle.HIGHEST_PROTOCOL
+        # Every receiver reads protocol 5, as Python does since 3.8; below, all stays inside the program.
+        apart = ((context or {}).get("pickle-protocol") or 5) >= 5
         frames[0] = _pickler.dumps(
-            x,
-            protocol,
-            buffer_callback=keep if protocol >= 5 else None,
-            find_reducer=self.find_reducer,
+            x, buffer_callback=keep if apart else None, find_reducer=self.find_reducer
         )
         return {"serializer": "pickle", "writeable": tuple(writeable)}, frames
 
@@ -537,10 +540,17 @@ class Codec:
         return (x.data,)
 
     def _reduce_serialized(self, x: Any) -> Any:
-        return self.deserialize_reference(), self._joined(x.header, x.frames)
+        header, frames = self._joined(x.header, x.frames)
+        buffers = [PickleBuffer(frame) for frame in frames]
+        if header.get("serializer") == "pickle" and len(buffers) == len(header.get("writeable", ())) + 1:
+            # stock Python can run it: functools.partial(pickle.loads, buffers=...)(program)
+            loads = Call(copyreg.__newobj_ex__, functools.partial, (pickle.loads,), {"buffers": buffers[1:]})
+            return loads, (buffers[0],)
+        return self.deserialize_reference(), (header, buffers)
 
     def deserialize_reference(self) -> Callable[..., Any]:
-        return deserialize
+        """Return the function that reads headers and frames, as a program may name it."""
+        return deserialize_part
 
 
 _TRAVEL_KEYS = frozenset({"compression", "split-num-sub-frames", "split-offsets", "num-sub-frames", "count"})
@@ -623,6 +633,12 @@ dispatch.register_serialization_family("dask", codec.dask_dumps, codec.dask_load
 dispatch.register_serialization_family("pickle", codec.pickle_dumps, codec.pickle_loads)
 dispatch.register_serialization_family("msgpack", msgpack_dumps, msgpack_loads)
 dispatch.register_serialization_family("error", None, error_loads)
+
+
+def deserialize_part(header: Header, frames: Frames) -> Any:
+    """Read a `Serialized` that was part of an object; programs name this function."""
+    return codec.deserialize(header, frames)
+
 
 serialize = codec.serialize
 deserialize = codec.deserialize
