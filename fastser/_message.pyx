@@ -241,7 +241,8 @@ cdef class _Reader:
         if offset >= len(self.frames):
             raise FrameError(f"placeholder: expected a header in frame {offset} of {len(self.frames)}")
         header = self.codec.unpack_header(self.frames[offset])
-        count = header.get("num-sub-frames") if isinstance(header, dict) else None
+        # it counts frames of this message, which is not for the reader of the header to know
+        count = header.pop("num-sub-frames", None) if isinstance(header, dict) else None
         if type(count) is not int or not 0 <= count < len(self.frames) - offset:
             raise FrameError(
                 f"header in frame {offset}: expected num-sub-frames of at most "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import dask
 from distributed.metrics import context_meter
 
-from fastser import compression, core, dispatch
+from fastser import _pickler, compression, core, dispatch
 from fastser import pickle as fast_pickle
 from fastser._message import Messages
 from fastser.dispatch import Family, has_keyword
@@ -28,6 +29,7 @@ STOCK_FAMILIES = {
     "error": (None, stock.serialization_error_loads),
 }
 STOCK_COMPRESSIONS = dict(stock_compression.compressions)
+JOINED = {bytes, bytearray, memoryview, array}  # some transports split their one frame, or drop it if empty
 STOCK_HANDLERS = "distributed.protocol"  # the package of distributed's own handlers
 # Their own pickle is better than any handler where they are part of a larger object.
 PICKLED_INSIDE = {"builtins.str", "builtins.bytes", "numpy.ndarray", "pandas.core.generic.NDFrame"}
@@ -161,6 +163,19 @@ class DaskCodec(core.Codec):
     def find_handler(self, cls: type) -> Callable[..., Any] | None:
         return self.writers.find(cls)
 
+    def _serialize_whole(self, x: object, serializers: Any, context: Any) -> tuple[Header, Frames]:
+        try:
+            return super()._serialize_whole(x, serializers, context)
+        except core._Failed as failed:
+            # A handler of ours leaves to pickle what it would change; distributed's goes on without one.
+            if "dask" not in serializers or not isinstance(failed.cause, NotImplementedError):
+                raise
+            try:
+                header, frames = stock.dask_dumps(x, context=context)
+            except Exception:
+                raise failed from None
+            return header, frames
+
     def dask_loads(self, header: Header, frames: Frames) -> Any:
         cls = fast_pickle.loads(core._field(header, "type-serialized", (bytes,)))
         if not isinstance(cls, type):
@@ -169,6 +184,8 @@ class DaskCodec(core.Codec):
         if reader is None:
             raise DispatchError(f"no handler reads {cls.__module__}.{cls.__qualname__} here")
         sub_header = core._field(header, "sub-header", (object,))
+        if len(frames) != 1 and cls in JOINED:
+            frames = [b"".join(frames)]
         # a reader that is not ours may change what it is given
         return reader(dict(sub_header) if isinstance(sub_header, dict) else sub_header, frames)
 
@@ -280,23 +297,18 @@ class DaskCodec(core.Codec):
         buffer_callback : callable, optional
             Gets each buffer that travels apart, whatever its size; what it returns is ignored.
         protocol : int, optional
-            Below 5 no buffer travels apart.
+            Below 5 no buffer travels apart; the program is always one of protocol 5.
         """
-        protocol = protocol or fast_pickle.HIGHEST_PROTOCOL
         buffers: list[Any] = []
-        keep = buffers.append if buffer_callback is not None and protocol >= 5 else None
+        keep = buffers.append if buffer_callback is not None and (protocol or 5) >= 5 else None
         try:
-            program = fast_pickle.dumps(
-                x, protocol=protocol, buffer_callback=keep, find_reducer=self.find_reducer
-            )
+            program = _pickler.dumps(x, buffer_callback=keep, find_reducer=self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
             buffers.clear()
             try:
-                program = fast_pickle.dumps(
-                    x, protocol=protocol, buffer_callback=keep, find_reducer=thorough.find_reducer
-                )
+                program = _pickler.dumps(x, buffer_callback=keep, find_reducer=thorough.find_reducer)
             except Exception:
                 raise error from None
         if buffer_callback is not None:
