@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,19 @@ def _wastes(size: int, total: int) -> bool:
 
 def _prefer_pickle(x: Any, arrays: int) -> None:
     size = x.nbytes
-    if size >= WORTH_NO_COPY and arrays * FRAME_WORTH <= size and not _wastes(size, x.get_total_buffer_size()):
+    if (
+        size >= WORTH_NO_COPY
+        and arrays * FRAME_WORTH <= size
+        and not _wastes(size, x.get_total_buffer_size())
+    ):
         raise DispatchError("its buffers travel without a copy in a pickle")
 
 
 @dask_serialize.register(pa.RecordBatch)
 def serialize_batch(x: Any) -> tuple[Header, Frames]:
     """Write an IPC stream of one batch, or leave it to the pickle family, which copies no buffer."""
+    if not x.num_columns and x.num_rows:
+        raise DispatchError("rows without columns")
     _prefer_pickle(x, x.num_columns)
     sink = pa.BufferOutputStream()
     with pa.RecordBatchStreamWriter(sink, x.schema) as writer:
@@ -42,9 +49,9 @@ def serialize_batch(x: Any) -> tuple[Header, Frames]:
 @dask_serialize.register(pa.Table)
 def serialize_table(x: Any) -> tuple[Header, Frames]:
     """Write an IPC stream, or leave it to the pickle family, which copies no buffer."""
-    _prefer_pickle(x, sum([column.num_chunks for column in x.columns]))
     if not x.num_columns and x.num_rows:
-        raise DispatchError("a stream keeps no rows without columns")
+        raise DispatchError("rows without columns")
+    _prefer_pickle(x, sum([column.num_chunks for column in x.columns]))
     sink = pa.BufferOutputStream()
     with pa.RecordBatchStreamWriter(sink, x.schema) as writer:
         writer.write_table(x)
@@ -76,6 +83,16 @@ def deserialize_table(header: Header, frames: Frames) -> Any:
         return _open(frames).read_all()
     except (pa.ArrowException, OSError) as error:
         raise FrameError(f"not an Arrow stream: {error}") from error
+
+
+@reducers.register((pa.Table, pa.RecordBatch))
+def reduce_table(x: Any) -> Any:
+    """Write rows without columns as those of a column that is then dropped; others their own way."""
+    if x.num_columns or not x.num_rows:
+        return NotImplemented
+    column = pa.nulls(x.num_rows)
+    whole = type(x).from_arrays([column], schema=pa.schema([("", column.type)], x.schema.metadata))
+    return operator.methodcaller("select", []), (whole,)
 
 
 @reducers.register(pa.Array)

@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import operator
 import pickle
+import re
 from array import array
 from functools import lru_cache
 from types import FunctionType
@@ -94,6 +95,9 @@ def reduce_memoryview(x: memoryview) -> Any:
         import numpy as np
 
         return memoryview, (Call(np.ndarray, shape, dtype, pickle.PickleBuffer(data)),)
+    if form == memoryview(array("u")).format and len(shape) == 1:
+        view = Call(memoryview, Call(array, "u", data.tobytes()))
+        return (memoryview.toreadonly, (view,)) if x.readonly else (memoryview, (view,))
     typ = _ctype_of(form, x.itemsize)
     if typ is None:
         raise TypeError(f"cannot write a memoryview of format {form!r} exactly; cast it to 'B' first")
@@ -130,7 +134,7 @@ def _numpy_of(form: str, itemsize: int, x: memoryview) -> Any:
     """Return what numpy.ndarray takes as the dtype of memory that shows itself as *form*, or None."""
     import numpy as np
 
-    if "O" in form and np.asarray(x).dtype.hasobject:
+    if "O" in re.sub(":[^:]*:", "", form):  # not in the name of a field
         raise TypeError(f"a memoryview of format {form!r} holds pointers to objects, which cannot travel")
     for of in (lambda: form, lambda: np.asarray(x).dtype):
         try:
@@ -226,5 +230,3 @@ def _only_args(cls: type) -> bool:
         if base.__dict__.get("__slots__"):
             return False
     return False
-
-

@@ -292,5 +292,3 @@ def _read_header(header: Header, name: str) -> Header:
     if not isinstance(value, dict):
         raise FrameError(f"{name}: expected a dict, got {type(value).__name__}")
     return value
-
-
