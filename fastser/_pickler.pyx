@@ -24,6 +24,7 @@ from uuid import UUID
 
 import cloudpickle
 
+cimport cython
 from cpython.buffer cimport PyBuffer_IsContiguous
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_Next
@@ -134,38 +135,10 @@ class _Restart(Exception):
     """What is met needs memo entries that were not made."""
 
 
-cdef class Pickler:
-    """Write objects as protocol-5 pickles that the standard unpickler reads.
-
-    Parameters
-    ----------
-    file : object with a ``write`` method
-        Gets one bytes object per dump.
-    protocol : int, optional
-        5 by default; 0 to 4 are left to the standard pickler.
-    fix_imports : bool
-        For the standard pickler at protocols 0 to 2.
-    buffer_callback : callable, optional
-        Called with a PickleBuffer for each buffer that may travel out-of-band: those of the objects
-        themselves, and typed blocks, bytes and bytearrays of 64 KiB and more.  The buffers are views of
-        the memory of the objects, new memory for typed blocks.  If it returns true the buffer is written
-        in-band.
-
-    Raises
-    ------
-    ValueError
-        If *protocol* is above 5, or *buffer_callback* is given with a lower one.
-    TypeError
-        If *file* has no ``write``.
-
-    Examples
-    --------
-    >>> import io, pickle
-    >>> file = io.BytesIO()
-    >>> Pickler(file).dump([1.5, "a"])
-    >>> pickle.loads(file.getvalue())
-    [1.5, 'a']
-    """
+@cython.final
+@cython.auto_pickle(False)
+cdef class Writer:
+    """One program in the making: its output, its memo, and how each kind of object is written."""
 
     cdef unsigned char* out
     cdef Py_ssize_t pos, size
@@ -175,18 +148,16 @@ cdef class Pickler:
     cdef Py_ssize_t mask, used, next_index
     cdef Py_ssize_t known[<int>N_KNOWN]
     cdef int depth
-    cdef bint full, memoless, watched, by_value
-    cdef object write, buffer_callback, find_reducer
-    cdef object _persistent_id, _dispatch_table
-    cdef object watch, override, table
+    cdef bint full  # every mutable object is in the memo, not only those reached twice
+    cdef bint memoless  # nothing is
+    cdef bint watched  # each object is offered to *watch* first
+    cdef bint by_value
+    cdef object buffer_callback, find_reducer
+    cdef object watch, override, table  # persistent_id, reducer_override, dispatch_table, or None
     cdef object cloud  # a cloudpickle.Pickler, whose globals functions share within a dump
     cdef dict ways
     cdef list sent
     cdef Py_ssize_t n_sent
-    cdef object standard
-    cdef readonly int protocol
-    cdef public bint fast
-    cdef public bint bin
 
     def __cinit__(self):
         self.out = NULL
@@ -196,106 +167,9 @@ cdef class Pickler:
         self.pos = self.size = self.mask = self.used = self.next_index = 0
         self.forget_known()
 
-    def __init__(self, file, protocol=None, *, fix_imports=True, buffer_callback=None):
-        if protocol is None:
-            protocol = 5
-        elif protocol < 0:
-            protocol = pickle.HIGHEST_PROTOCOL
-        if not 0 <= protocol <= pickle.HIGHEST_PROTOCOL:
-            raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
-        if buffer_callback is not None and protocol < 5:
-            raise ValueError("buffer_callback needs protocol >= 5")
-        try:
-            self.write = file.write
-        except AttributeError:
-            raise TypeError("file must have a 'write' attribute") from None
-        self.protocol = protocol
-        self.buffer_callback = buffer_callback
-        self.full = True  # whoever holds a Pickler may dump parts of what it wrote
-        self.bin = protocol > 0
-        self.standard = None
-        if protocol < 5:
-            self.standard = _Standard(file, protocol, fix_imports=fix_imports)
-        self.clear_memo()
-
     def __dealloc__(self):
         self.free_buffer()
         self.free_memo()
-
-    # ---- the public face
-
-    def dump(self, obj):
-        """Write a pickle of *obj* to the file.
-
-        Raises
-        ------
-        PicklingError, TypeError, RecursionError
-            And whatever the reductions of the objects raise; then nothing was written.
-        """
-        if self.write is None:
-            raise PicklingError(f"Pickler.__init__() was not called by {type(self).__name__}.__init__()")
-        if self.standard is not None:
-            return self.standard.dump_for(self, obj)
-        pid = self.persistent_id
-        self.watch = None if pid is _no_persistent_id else pid
-        self.override = getattr(self, "reducer_override", None)
-        self.table = getattr(self, "dispatch_table", None)
-        self.write(self.compile(obj))
-
-    def clear_memo(self):
-        """Forget the objects seen, so that the next dump writes all anew."""
-        if self.standard is not None:
-            self.standard.clear_memo()
-        self.free_memo()
-
-    @property
-    def memo(self):
-        """The objects seen: a new dict of ``id(obj) -> (index, obj)``; can be set to one."""
-        if self.standard is not None:
-            return self.standard.memo
-        cdef Py_ssize_t i
-        memo = {}
-        if self.keys is not NULL:
-            for i in range(self.mask + 1):
-                if self.keys[i] is not NULL and self.indices[i] >= 0:
-                    memo[<size_t>self.keys[i]] = (self.indices[i], <object>self.keys[i])
-        return memo
-
-    @memo.setter
-    def memo(self, memo):
-        if self.standard is not None:
-            self.standard.memo = memo
-            return
-        if not isinstance(memo, dict):
-            raise TypeError(f"'memo' attribute must be a dict, not {type(memo).__name__}")
-        self.free_memo()
-        for index, obj in memo.values():
-            self.memo_set(<PyObject*>obj, index)
-            self.next_index = max(self.next_index, index + 1)
-
-    @property
-    def persistent_id(self):
-        """Called with each object; what is not None is written in its place."""
-        return _no_persistent_id if self._persistent_id is None else self._persistent_id
-
-    @persistent_id.setter
-    def persistent_id(self, function):
-        self._persistent_id = function
-
-    @property
-    def dispatch_table(self):
-        """Reduction functions by class, in place of ``copyreg.dispatch_table``."""
-        if self._dispatch_table is None:
-            raise AttributeError("dispatch_table")
-        return self._dispatch_table
-
-    @dispatch_table.setter
-    def dispatch_table(self, table):
-        self._dispatch_table = table
-
-    @dispatch_table.deleter
-    def dispatch_table(self):
-        self._dispatch_table = None
 
     # ---- one dump
 
@@ -305,7 +179,6 @@ cdef class Pickler:
         self.n_sent = 0
         self.cloud = None
         self.ways = {}
-        self.memoless = self.fast
         self.watched = self.watch is not None
         try:
             self.begin()
@@ -508,6 +381,22 @@ cdef class Pickler:
         for i in range(n):  # last: dropping an object may run code that uses this pickler
             xdecref(keys[i])
         PyMem_RawFree(keys)
+
+    cdef dict memo_copy(self):
+        cdef Py_ssize_t i
+        memo = {}
+        if self.keys is not NULL:
+            for i in range(self.mask + 1):
+                if self.keys[i] is not NULL and self.indices[i] >= 0:
+                    memo[<size_t>self.keys[i]] = (self.indices[i], <object>self.keys[i])
+        return memo
+
+    cdef int memo_replace(self, dict memo) except -1:
+        self.free_memo()
+        for index, obj in memo.values():
+            self.memo_set(<PyObject*>obj, index)
+            self.next_index = max(self.next_index, index + 1)
+        return 0
 
     cdef inline int memoize(self, PyObject* obj) except -1:
         """Remember the object whose opcodes were just written."""
@@ -1341,6 +1230,144 @@ cdef class Pickler:
         return self.put(b'u') if in_batch else 0
 
 
+@cython.auto_pickle(False)
+cdef class Pickler:
+    """Write objects as protocol-5 pickles that the standard unpickler reads.
+
+    Parameters
+    ----------
+    file : object with a ``write`` method
+        Gets one bytes object per dump.
+    protocol : int, optional
+        5 by default; 0 to 4 are left to the standard pickler.
+    fix_imports : bool
+        For the standard pickler at protocols 0 to 2.
+    buffer_callback : callable, optional
+        Called with a PickleBuffer for each buffer that may travel out-of-band: those of the objects
+        themselves, and typed blocks, bytes and bytearrays of 64 KiB and more.  The buffers are views of
+        the memory of the objects, new memory for typed blocks.  If it returns true the buffer is written
+        in-band.
+
+    Raises
+    ------
+    ValueError
+        If *protocol* is above 5, or *buffer_callback* is given with a lower one.
+    TypeError
+        If *file* has no ``write``.
+
+    Examples
+    --------
+    >>> import io, pickle
+    >>> file = io.BytesIO()
+    >>> Pickler(file).dump([1.5, "a"])
+    >>> pickle.loads(file.getvalue())
+    [1.5, 'a']
+    """
+
+    cdef Writer writer
+    cdef object write, standard
+    cdef object _persistent_id, _dispatch_table
+    cdef readonly int protocol
+    cdef public bint fast
+    cdef public bint bin
+
+    def __cinit__(self, *args, **kwargs):
+        self.writer = Writer.__new__(Writer)
+
+    def __init__(self, file, protocol=None, *, fix_imports=True, buffer_callback=None):
+        if protocol is None:
+            protocol = 5
+        elif protocol < 0:
+            protocol = pickle.HIGHEST_PROTOCOL
+        if not 0 <= protocol <= pickle.HIGHEST_PROTOCOL:
+            raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
+        if buffer_callback is not None and protocol < 5:
+            raise ValueError("buffer_callback needs protocol >= 5")
+        try:
+            self.write = file.write
+        except AttributeError:
+            raise TypeError("file must have a 'write' attribute") from None
+        self.protocol = protocol
+        self.bin = protocol > 0
+        self.writer.buffer_callback = buffer_callback
+        self.writer.full = True  # whoever holds a Pickler may dump parts of what it wrote
+        self.standard = None
+        if protocol < 5:
+            self.standard = _Standard(file, protocol, fix_imports=fix_imports)
+
+    # ---- the public face
+
+    def dump(self, obj):
+        """Write a pickle of *obj* to the file.
+
+        Raises
+        ------
+        PicklingError, TypeError, RecursionError
+            And whatever the reductions of the objects raise; then nothing was written.
+        """
+        if self.write is None:
+            raise PicklingError(f"Pickler.__init__() was not called by {type(self).__name__}.__init__()")
+        if self.standard is not None:
+            return self.standard.dump_for(self, obj)
+        cdef Writer writer = self.writer
+        pid = self.persistent_id
+        writer.watch = None if pid is _no_persistent_id else pid
+        writer.override = getattr(self, "reducer_override", None)
+        writer.table = getattr(self, "dispatch_table", None)
+        writer.memoless = self.fast
+        try:
+            program = writer.compile(obj)
+        finally:
+            writer.watch = writer.override = writer.table = None  # methods of self: no reference cycle stays
+        self.write(program)
+
+    def clear_memo(self):
+        """Forget the objects seen, so that the next dump writes all anew."""
+        if self.standard is not None:
+            self.standard.clear_memo()
+        self.writer.free_memo()
+
+    @property
+    def memo(self):
+        """The objects seen: a new dict of ``id(obj) -> (index, obj)``; can be set to one."""
+        if self.standard is not None:
+            return self.standard.memo
+        return self.writer.memo_copy()
+
+    @memo.setter
+    def memo(self, memo):
+        if self.standard is not None:
+            self.standard.memo = memo
+            return
+        if not isinstance(memo, dict):
+            raise TypeError(f"'memo' attribute must be a dict, not {type(memo).__name__}")
+        self.writer.memo_replace(memo)
+
+    @property
+    def persistent_id(self):
+        """Called with each object; what is not None is written in its place."""
+        return _no_persistent_id if self._persistent_id is None else self._persistent_id
+
+    @persistent_id.setter
+    def persistent_id(self, function):
+        self._persistent_id = function
+
+    @property
+    def dispatch_table(self):
+        """Reduction functions by class, in place of ``copyreg.dispatch_table``."""
+        if self._dispatch_table is None:
+            raise AttributeError("dispatch_table")
+        return self._dispatch_table
+
+    @dispatch_table.setter
+    def dispatch_table(self, table):
+        self._dispatch_table = table
+
+    @dispatch_table.deleter
+    def dispatch_table(self):
+        self._dispatch_table = None
+
+
 cdef inline bint _is_atom(PyObject* obj) noexcept:
     """Tell whether *obj* holds no other object."""
     cdef PyTypeObject* cls = type_of(obj)
@@ -1505,18 +1532,18 @@ KNOWN_NAMES = {
 
 def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, find_reducer=None):
     """Return the program of *obj* as bytes; see `fastser.pickle.dumps`."""
-    cdef Pickler pickler
+    cdef Writer writer
     if protocol is not None and 0 <= protocol < 5:
         if buffer_callback is not None:
             raise ValueError("buffer_callback needs protocol >= 5")
         return _dumps_standard(obj, protocol, fix_imports, find_reducer)
     if protocol is not None and protocol > 5:
         raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
-    pickler = Pickler.__new__(Pickler)
-    pickler.buffer_callback = buffer_callback
-    pickler.find_reducer = find_reducer
-    pickler.by_value = True
-    return pickler.compile(obj)
+    writer = Writer.__new__(Writer)
+    writer.buffer_callback = buffer_callback
+    writer.find_reducer = find_reducer
+    writer.by_value = True
+    return writer.compile(obj)
 
 
 class _StandardByValue(cloudpickle.Pickler):

@@ -24,13 +24,7 @@ IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program tha
 TRACEBACK_LIMIT = 100_000  # characters of a traceback that travel in an error frame
 DEFAULT_SERIALIZERS = ("dask", "pickle")
 ALLOWED_IMPORTS = frozenset({"dask", "distributed", "fastser"})
-DEVICE_MODULES = frozenset({"cudf", "cuml", "cupy", "cupyx", "dask_cudf", "numba", "rmm"})
 COLLECTION_NAMES = {cls.__name__: cls for cls in COLLECTIONS}
-
-
-def is_device_type(cls: type) -> bool:
-    """Tell whether objects of *cls* live in device memory, so that their frames may not be host memory."""
-    return cls.__module__.partition(".")[0] in DEVICE_MODULES
 
 
 class Codec:
@@ -133,7 +127,7 @@ class Codec:
             return _failure(x, error, on_error)
 
     def _iterates(self, x: Any, wish: bool | None, serializers: Collection[str]) -> bool:
-        apart = travels_apart(x, serializers, is_device_type) if wish is None else wish
+        apart = travels_apart(x, serializers) if wish is None else wish
         # A key must survive msgpack, which carries the headers; other dicts cannot be taken apart.
         return bool(apart) and (type(x) is not dict or all(map(msgpack_exact, x)))
 
@@ -660,4 +654,4 @@ def infer_if_recurse_to_serialize_list(x: list[Any]) -> bool:
     >>> infer_if_recurse_to_serialize_list([1.5, "a", [2]])
     False
     """
-    return travels_apart(x, DEFAULT_SERIALIZERS, is_device_type)
+    return travels_apart(x, DEFAULT_SERIALIZERS)

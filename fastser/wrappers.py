@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Collection
+from itertools import islice
 from typing import Any, NamedTuple
 
 Header = dict[str, Any]
@@ -116,6 +118,7 @@ class Wrappers(NamedTuple):
 WRAPPERS = Wrappers(Serialize, Serialized, ToPickle, Pickled)
 
 COLLECTIONS = (list, tuple, set, dict)
+DEVICE_MODULES = frozenset({"cudf", "cuml", "cupy", "cupyx", "dask_cudf", "numba.cuda", "rmm"})
 SCAN_BUDGET = 10_000  # objects that the deciding scan looks at before it stops looking
 
 
@@ -149,23 +152,27 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def travels_apart(
-    x: object, serializers: Collection[str], is_device: Callable[[type], bool]
-) -> bool:
+def is_device_type(cls: type) -> bool:
+    """Tell whether objects of *cls* live in device memory, so that their frames may not be host memory."""
+    module = cls.__module__
+    return module.partition(".")[0] in DEVICE_MODULES or module.startswith("numba.cuda")
+
+
+def travels_apart(x: object, serializers: Collection[str]) -> bool:
     """Decide whether each element of the collection *x* needs a header and frames of its own.
 
     One program holds everything that host memory holds, so the answer is no unless the allowed
-    *serializers* leave no pickle and msgpack would change a type, or a leaf lives on a device
-    (*is_device* of its type).  At most `SCAN_BUDGET` objects are looked at.
+    *serializers* leave no pickle and msgpack would change a type, or a leaf lives on a device.
+    At most `SCAN_BUDGET` objects are looked at, and none while no library for devices is loaded.
     """
     if "pickle" not in serializers:
         return not msgpack_exact(x) if "msgpack" in serializers else True
-    return _holds_device(x, is_device)
+    return not DEVICE_MODULES.isdisjoint(sys.modules) and _holds_device(x)
 
 
-def _holds_device(x: object, is_device: Callable[[type], bool]) -> bool:
+def _holds_device(x: Any) -> bool:
     seen: set[int] = set()
-    types: dict[type, bool] = {}
+    host: set[type] = set(COLLECTIONS)
     left = SCAN_BUDGET
     todo = [x]
     while todo and left > 0:
@@ -173,17 +180,12 @@ def _holds_device(x: object, is_device: Callable[[type], bool]) -> bool:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        items = node.values() if type(node) is dict else node
-        for item in items:  # type: ignore[attr-defined]
-            typ = type(item)
-            known = types.get(typ)
-            if known is None:
-                known = types[typ] = is_device(typ)
-            if known:
-                return True
-            if typ in COLLECTIONS:
-                todo.append(item)
-            left -= 1
-            if left <= 0:
-                break
+        items = list(islice(node.values() if type(node) is dict else node, left))
+        left -= len(items)
+        types = set(map(type, items))
+        if any(map(is_device_type, types - host)):
+            return True
+        host |= types
+        if not types.isdisjoint(COLLECTIONS):
+            todo.extend(item for item in items if type(item) in COLLECTIONS)
     return False

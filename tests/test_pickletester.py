@@ -60,6 +60,7 @@ class ModuleTests(PicklerTests):
     """The functions dumps and dump."""
 
     test_local_lookup_error = None  # they write local functions and classes by value
+    test_py_methods = test_c_methods = None  # and descriptors of methods
     # protocols below 5 are left to cloudpickle
     test_bad_getattr = None  # which raises PicklingError for RecursionError
     test_dynamic_class = None  # and cannot write classes that are not hashable

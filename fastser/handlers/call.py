@@ -1,3 +1,0 @@
-"""Calls as arguments of calls."""
-
-from fastser.dispatch import Call as Call
