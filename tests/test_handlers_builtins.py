@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from stock_reader import describe, pack, read_by_stock
 
 import fastser
-from fastser.dispatch import reducers
+from fastser.dispatch import Call, reducers
 from fastser.errors import FastserError, FrameError
-from fastser.handlers.call import Call
 
 
 def trip(x: Any) -> Any:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ ATTRIBUTES = {
 @pytest.mark.parametrize("cls", [Model, SubModel])
 def test_generic(name: str, cls: Any) -> None:
     x = cls(**ATTRIBUTES[name])
-    header, frames = fastser.serialize(x, on_error="raise")
+    header, _ = fastser.serialize(x, on_error="raise")
     assert header["serializer"] == "dask"
     for y in (trip(x), nested(x)):
         assert type(y) is cls and described(y) == described(x)
@@ -474,8 +475,6 @@ def test_another_process_opens_files(folder: str) -> None:
             out.append((type(x).__name__, x.name, x[:].tolist()))
         print(out)
     """
-    import textwrap
-
     with (
         h5py.File(os.path.join(folder, "a.h5"), "r") as f,
         netCDF4.Dataset(os.path.join(folder, "a.nc")) as ds,

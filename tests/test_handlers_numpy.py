@@ -116,7 +116,7 @@ LAYOUTS = {
 
 def make(dtype: Any) -> Any:
     dtype = np.dtype(dtype)
-    data = np.random.default_rng(5).integers(0, 2 if dtype == bool else 100, 24 * dtype.itemsize)
+    data = np.random.default_rng(5).integers(0, 2 if dtype.kind == "b" else 100, 24 * dtype.itemsize)
     x = np.zeros(24, dtype)
     if dtype.kind in "US":
         x[:] = [f"{n:b}"[-3:] for n in range(24)]

@@ -14,9 +14,8 @@ from types import FunctionType
 from typing import Any
 
 from fastser import _frames
-from fastser.dispatch import dask_deserialize, dask_serialize, reducers
+from fastser.dispatch import Call, dask_deserialize, dask_serialize, reducers
 from fastser.errors import DispatchError, FrameError
-from fastser.handlers.call import Call
 from fastser.handlers.objects import deserialize_dict
 from fastser.wrappers import Frames, Header
 
@@ -57,9 +56,9 @@ def serialize_array(x: Any) -> tuple[Header, Frames]:
 def deserialize_array(header: Header, frames: Frames) -> Any:
     """Copy the frame into a new array."""
     frame = _frames.ensure_memoryview(_only(frames))
-    typecode = header.get("typecode")
+    typecode: Any = header.get("typecode")
     try:
-        x: Any = array(typecode)  # type: ignore[call-overload]
+        x: Any = array(typecode)
     except (TypeError, ValueError) as error:
         raise FrameError(f"typecode: expected one of array.array, got {typecode!r:.100}") from error
     if frame.nbytes % x.itemsize:
@@ -80,7 +79,7 @@ CASTABLE = frozenset("bBcdfhHiIlLnNPqQ?")  # formats that memoryview.cast takes,
 
 
 @reducers.register(memoryview)
-def reduce_memoryview(x: memoryview) -> Any:
+def reduce_memoryview(x: Any) -> Any:
     """Write the values, format, shape and read-only flag; a contiguous view is not copied."""
     form, shape = x.format, x.shape
     data = x if x.c_contiguous else _logical_order(x)
@@ -110,14 +109,14 @@ def reduce_memoryview(x: memoryview) -> Any:
 
 
 @dask_deserialize.register(memoryview)
-def deserialize_memoryview(header: Header, frames: Frames) -> memoryview:
+def deserialize_memoryview(header: Header, frames: Frames) -> Any:
     """Cast the frame as distributed's handler says; fastser itself writes pickles of memoryviews."""
-    view = _frames.ensure_memoryview(_only(frames))
+    view: Any = _frames.ensure_memoryview(_only(frames))
     form, shape = header.get("format"), header.get("shape")
     if not isinstance(form, str) or not isinstance(shape, (list, tuple)):
         raise FrameError(f"expected a format and a shape, got {form!r:.100} and {shape!r:.100}")
     try:
-        view = view.cast(form, list(shape)) if view.nbytes else view.cast(form)  # type: ignore[call-overload]
+        view = view.cast(form, list(shape)) if view.nbytes else view.cast(form)
     except (TypeError, ValueError) as error:
         raise FrameError(f"no {form!r:.100} of shape {shape!r:.100}: {error}") from error
     if view.shape != tuple(shape):
@@ -139,7 +138,8 @@ def _numpy_of(form: str, itemsize: int, x: memoryview) -> Any:
     for of in (lambda: form, lambda: np.asarray(x).dtype):
         try:
             dtype: Any = np.dtype(of())
-            view = memoryview(np.empty(1, pickle.loads(pickle.dumps(dtype))))
+            sample: Any = np.empty(1, pickle.loads(pickle.dumps(dtype)))
+            view = memoryview(sample)
         except (TypeError, ValueError, NotImplementedError, RuntimeError):
             continue
         if view.format == form and view.itemsize == itemsize:
@@ -209,7 +209,8 @@ def reduce_exception(x: BaseException) -> Any:
             return NotImplemented
         else:
             return NotImplemented
-    _, args, *state = x.__reduce__()
+    reduced: Any = x.__reduce__()
+    _, args, *state = reduced
     return copyreg.__newobj__, (cls, *args), *state  # type: ignore[attr-defined]
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from fastser.dispatch import reducers
-from fastser.handlers.call import Call
+from fastser.dispatch import Call, reducers
 
 
 @reducers.register(functools._lru_cache_wrapper)

@@ -8,9 +8,8 @@ from typing import Any
 import netCDF4
 
 from fastser import core
-from fastser.dispatch import dask_deserialize, dask_serialize, reducers
+from fastser.dispatch import Call, dask_deserialize, dask_serialize, reducers
 from fastser.errors import DispatchError, FrameError
-from fastser.handlers.call import Call
 from fastser.wrappers import Frames, Header
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -15,7 +16,9 @@ from fastser.errors import DispatchError, FrameError
 from fastser.wrappers import Frames, Header
 
 ndarray = np.ndarray
-PickleBuffer = pickle.PickleBuffer
+PickleBuffer: Any = pickle.PickleBuffer
+MaskedArray: Any = np.ma.MaskedArray
+NOMASK: Any = np.ma.nomask
 
 OPAQUE = 0x01 | 0x02 | 0x04  # flags of a dtype whose items count references, are listed, or are pointers
 EXPORTED = frozenset("biufcSU")  # kinds that have a buffer; for others the bytes are shown instead
@@ -241,19 +244,19 @@ def reduce_view(x: Any) -> Any:
     return NotImplemented if _is_opaque(x.dtype) else (ndarray.view, (x.view(ndarray), type(x)))
 
 
-@dispatch.reducers.register(np.ma.MaskedArray)
+@dispatch.reducers.register(MaskedArray)
 def reduce_masked_array(x: Any) -> Any:
     """Write data, mask, fill value and hardness; numpy's own pickle of it copies, and makes masks soft."""
-    if type(x) is not np.ma.MaskedArray:
+    if type(x) is not MaskedArray:
         return NotImplemented
     data, mask, fill = x.data, x._mask, x._fill_value
     if type(data) is not ndarray and type(data) is not np.matrix:
         return NotImplemented
-    if mask is not np.ma.nomask and type(mask) is not ndarray:
+    if mask is not NOMASK and type(mask) is not ndarray:
         mask = mask.view(ndarray)
     if fill is None and not x._hardmask:
-        return np.ma.MaskedArray, (data, mask)
-    return np.ma.MaskedArray, (data, mask, None, False, True, 0, fill, True, bool(x._hardmask))
+        return MaskedArray, (data, mask)
+    return MaskedArray, (data, mask, None, False, True, 0, fill, True, bool(x._hardmask))
 
 
 @dask_deserialize.register(np.ma.core.MaskedConstant)
@@ -262,28 +265,27 @@ def deserialize_masked_constant(header: Header, frames: Frames) -> Any:
     return np.ma.masked
 
 
-@dask_deserialize.register(np.ma.MaskedArray)
+@dask_deserialize.register(MaskedArray)
 def deserialize_masked_array(header: Header, frames: Frames) -> Any:
     """Read what distributed's handler wrote; fastser itself writes pickles of masked arrays."""
     n = header.get("nframes")
     if type(n) is not int or not 0 <= n <= len(frames):
         raise FrameError(f"nframes: expected at most {len(frames)}, got {n!r:.100}")
     data = deserialize_ndarray(_read_header(header, "data-header"), frames[:n])
-    mask: Any = np.ma.nomask
+    mask: Any = NOMASK
     if "mask-header" in header:
         mask = deserialize_ndarray(_read_header(header, "mask-header"), frames[n:])
     fill = header.get("fill-value")
     if not isinstance(fill, (list, tuple)) or len(fill) != 2:
         raise FrameError(f"fill-value: expected a flag and a value, got {fill!r:.100}")
     try:
-        x = np.ma.MaskedArray(data, mask)
+        x = MaskedArray(data, mask)
     except (TypeError, ValueError, np.ma.MAError) as error:
         raise FrameError(f"data and mask do not fit each other: {error}") from error
     value = fast_pickle.loads(fill[1]) if fill[0] else fill[1]
-    try:
+    # A default that does not fit the dtype is written by distributed as if it were set.
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         x.fill_value = value
-    except (TypeError, ValueError, OverflowError):
-        pass  # a default that does not fit the dtype, which distributed writes as if it were set
     return x
 
 

@@ -106,7 +106,7 @@ def deserialize_object(header: Header, frames: Frames) -> Any:
     if not isinstance(cls, type):
         raise FrameError(f"type-serialized: expected a type, got {cls!r:.100}")
     try:
-        x = object.__new__(cls)
+        x: Any = object.__new__(cls)
         attributes = x.__dict__
     except (AttributeError, TypeError) as error:
         raise FrameError(f"{cls.__qualname__} cannot be made from attributes: {error}") from error
