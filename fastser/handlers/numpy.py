@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -179,22 +180,36 @@ def _read_dtype(header: Header) -> Any:
     if not isinstance(spec, (list, tuple)) or len(spec) != 2:
         raise FrameError(f"dtype: expected a flag and a description, got {spec!r:.100}")
     pickled, what = spec
+    if not pickled and type(what) is str:
+        return _named_dtype(what)
     if pickled:
         if not isinstance(what, (bytes, bytearray, memoryview)):
             raise FrameError(f"dtype: expected a pickle, got {type(what).__name__}")
         dtype = fast_pickle.loads(what)
     else:
-        if not isinstance(what, (str, list, tuple)):
+        if not isinstance(what, (list, tuple)):
             raise FrameError(f"dtype: expected a name or fields, got {type(what).__name__}")
-        try:
-            dtype = np.dtype(what if isinstance(what, str) else _as_descr(what))
-        except (TypeError, ValueError, SyntaxError, OverflowError, RecursionError) as error:
-            raise FrameError(f"dtype: numpy does not take {what!r:.100}: {error}") from error
+        dtype = _make_dtype(what)
     if not isinstance(dtype, np.dtype):
         raise FrameError(f"dtype: expected a numpy dtype, got {dtype!r:.100}")
     if _is_opaque(dtype):
         raise FrameError(f"dtype: items of {dtype} are not plain memory")
     return dtype
+
+
+@lru_cache(maxsize=256)
+def _named_dtype(name: str) -> Any:
+    dtype = _make_dtype(name)
+    if _is_opaque(dtype):
+        raise FrameError(f"dtype: items of {dtype} are not plain memory")
+    return dtype
+
+
+def _make_dtype(what: Any) -> Any:
+    try:
+        return np.dtype(what if isinstance(what, str) else _as_descr(what))
+    except (TypeError, ValueError, SyntaxError, OverflowError, RecursionError) as error:
+        raise FrameError(f"dtype: numpy does not take {what!r:.100}: {error}") from error
 
 
 def _as_descr(fields: Any) -> list[Any]:
@@ -210,8 +225,11 @@ def _as_descr(fields: Any) -> list[Any]:
 
 def _read_sizes(header: Header, name: str) -> tuple[int, ...]:
     sizes = header.get(name)
-    if not isinstance(sizes, (list, tuple)) or not all(type(n) is int for n in sizes):
+    if not isinstance(sizes, (list, tuple)):
         raise FrameError(f"{name}: expected a tuple of int, got {sizes!r:.100}")
+    for n in sizes:
+        if type(n) is not int:
+            raise FrameError(f"{name}: expected a tuple of int, got {sizes!r:.100}")
     return tuple(sizes)
 
 
@@ -220,9 +238,13 @@ def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
         raise FrameError(f"shape and strides do not fit each other: {shape!r:.100}, {strides!r:.100}")
     low = high = 0
     if 0 not in shape:
-        reach = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
-        low = sum([r for r in reach if r < 0])
-        high = sum([r for r in reach if r > 0]) + itemsize
+        high = itemsize
+        for i, n in enumerate(shape):
+            reach = (n - 1) * strides[i]
+            if reach < 0:
+                low += reach
+            else:
+                high += reach
     if low < 0 or high != nbytes:
         raise FrameError(
             f"an array of shape {shape!r:.100}, strides {strides!r:.100} and {itemsize} bytes an item "
