@@ -36,7 +36,7 @@ from cpython.tuple cimport PyTuple_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
 
-from fastser.dispatch import Call
+from fastser.dispatch import Call, reducers
 
 from fastser._lists cimport (
     BOOL,
@@ -110,6 +110,7 @@ cdef enum:
     HEAD = 160  # bytes that are enough for the opcodes before the data of a block
     PENDING = -2  # in the memo: a tuple whose items are being written
     ABSENT = -1
+    FIRST = 16  # slots of the memo inside the writer, enough for small objects
 
 cdef enum Known:  # globals that programs of blocks call
     TOLIST, CAST, MEMORYVIEW, LIST, TUPLE, BYTES, BYTEARRAY, UNPACK, MUL, N_KNOWN
@@ -127,6 +128,8 @@ OBJECT_GETSTATE = getattr(object, "__getstate__", None)
 BY_VALUE_TABLES = tuple(cloudpickle.Pickler.dispatch_table.maps)
 BY_VALUE_MODULES = cloudpickle.list_registry_pickle_by_value
 
+find_reducer = reducers.find
+
 cdef unsigned char* spare = NULL  # the kept buffer, when no dump is using it
 cdef Py_ssize_t spare_size = 0
 
@@ -136,6 +139,7 @@ class _Restart(Exception):
 
 
 @cython.final
+@cython.freelist(4)
 @cython.auto_pickle(False)
 cdef class Writer:
     """One program in the making: its output, its memo, and how each kind of object is written."""
@@ -145,6 +149,8 @@ cdef class Writer:
     cdef PyObject* big  # a bytes object that holds the buffer, once it is greater than what is kept
     cdef PyObject** keys
     cdef Py_ssize_t* indices
+    cdef PyObject* first_keys[FIRST]  # what keys and indices point to, until the memo grows
+    cdef Py_ssize_t first_indices[FIRST]
     cdef Py_ssize_t mask, used, next_index
     cdef Py_ssize_t known[<int>N_KNOWN]
     cdef int depth
@@ -162,10 +168,9 @@ cdef class Writer:
     def __cinit__(self):
         self.out = NULL
         self.big = NULL
-        self.keys = NULL
-        self.indices = NULL
-        self.pos = self.size = self.mask = self.used = self.next_index = 0
-        self.forget_known()
+        self.pos = self.size = 0
+        self.keys = self.first_keys
+        self.empty_memo()
 
     def __dealloc__(self):
         self.free_buffer()
@@ -175,10 +180,7 @@ cdef class Writer:
 
     cdef bytes compile(self, obj):
         """Return the program of *obj*."""
-        self.sent = []
         self.n_sent = 0
-        self.cloud = None
-        self.ways = {}
         self.watched = self.watch is not None
         try:
             self.begin()
@@ -198,9 +200,7 @@ cdef class Writer:
             raise
         finally:
             self.free_buffer()
-            self.sent = None
-            self.cloud = None
-            self.ways = None
+            self.sent = self.cloud = self.ways = None
 
     cdef int begin(self) except -1:
         self.depth = 0
@@ -331,7 +331,7 @@ cdef class Writer:
 
     cdef int memo_set(self, PyObject* key, Py_ssize_t index) except -1:
         cdef Py_ssize_t i
-        if (self.used + 1) * 3 > (self.mask + 1) * 2 or self.keys is NULL:
+        if (self.used + 1) * 3 > (self.mask + 1) * 2:
             self.memo_grow()
         i = self.slot(key)
         if self.keys[i] is NULL:
@@ -344,8 +344,8 @@ cdef class Writer:
     cdef int memo_grow(self) except -1:
         cdef PyObject** old_keys = self.keys
         cdef Py_ssize_t* old_indices = self.indices
-        cdef Py_ssize_t i, j, n = 0 if old_keys is NULL else self.mask + 1
-        cdef Py_ssize_t size = 64 if n == 0 else n * (4 if n < 100_000 else 2)
+        cdef Py_ssize_t i, j, n = self.mask + 1
+        cdef Py_ssize_t size = n * (4 if n < 100_000 else 2)
         cdef PyObject** keys = <PyObject**>PyMem_RawMalloc(size * sizeof(PyObject*))
         cdef Py_ssize_t* indices = <Py_ssize_t*>PyMem_RawMalloc(size * sizeof(Py_ssize_t))
         if keys is NULL or indices is NULL:
@@ -361,34 +361,46 @@ cdef class Writer:
                 j = self.slot(old_keys[i])
                 keys[j] = old_keys[i]
                 indices[j] = old_indices[i]
-        PyMem_RawFree(old_keys)
-        PyMem_RawFree(old_indices)
+        if old_keys is not self.first_keys:
+            PyMem_RawFree(old_keys)
+            PyMem_RawFree(old_indices)
         return 0
 
-    cdef void forget_known(self) noexcept:
+    cdef void empty_memo(self) noexcept:
+        """Start with the small table."""
         cdef int i
+        memset(self.first_keys, 0, sizeof(self.first_keys))
+        self.keys = self.first_keys
+        self.indices = self.first_indices
+        self.mask = FIRST - 1
+        self.used = self.next_index = 0
         for i in range(<int>N_KNOWN):
             self.known[i] = ABSENT
 
     cdef void free_memo(self) noexcept:
         cdef PyObject** keys = self.keys
-        cdef Py_ssize_t i, n = 0 if keys is NULL else self.mask + 1
-        PyMem_RawFree(self.indices)
-        self.keys = NULL
-        self.indices = NULL
-        self.mask = self.used = self.next_index = 0
-        self.forget_known()
+        cdef Py_ssize_t* indices = self.indices
+        cdef Py_ssize_t i, n = self.mask + 1
+        cdef PyObject* first[FIRST]
+        if self.next_index == 0 and self.used == 0:
+            return
+        if keys is self.first_keys:
+            memcpy(first, keys, sizeof(first))
+            keys = first
+        else:
+            PyMem_RawFree(indices)
+        self.empty_memo()
         for i in range(n):  # last: dropping an object may run code that uses this pickler
             xdecref(keys[i])
-        PyMem_RawFree(keys)
+        if keys is not first:
+            PyMem_RawFree(keys)
 
     cdef dict memo_copy(self):
         cdef Py_ssize_t i
         memo = {}
-        if self.keys is not NULL:
-            for i in range(self.mask + 1):
-                if self.keys[i] is not NULL and self.indices[i] >= 0:
-                    memo[<size_t>self.keys[i]] = (self.indices[i], <object>self.keys[i])
+        for i in range(self.mask + 1):
+            if self.keys[i] is not NULL and self.indices[i] >= 0:
+                memo[<size_t>self.keys[i]] = (self.indices[i], <object>self.keys[i])
         return memo
 
     cdef int memo_replace(self, dict memo) except -1:
@@ -585,6 +597,8 @@ cdef class Writer:
         if self.buffer_callback is None:
             return True
         self.n_sent += 1
+        if self.sent is None:
+            self.sent = []
         if n < len(self.sent) and self.sent[n][0] is source:
             return self.sent[n][1]
         answer = bool(self.buffer_callback(buffer))
@@ -907,7 +921,9 @@ cdef class Writer:
         array = array_of(kind, obj)
         if array is None:
             return False
-        data = memoryview(array).toreadonly().cast("B")
+        # bytes, since a program casts them; not memoryviews, which CPython 3.11 may crash on in garbage cycles
+        data = array.view("u1")
+        data.flags.writeable = False
         in_band = self.in_band(obj, PickleBuffer(data))
         self.put_block_head(kind, n, is_tuple)
         if in_band:
@@ -1014,6 +1030,8 @@ cdef class Writer:
 
     cdef int way(self, cls) except -1:
         """Tell what the reduction of objects of *cls* may do."""
+        if self.ways is None:
+            self.ways = {}
         way = self.ways.get(cls)
         if way is None:
             way = self.ways[cls] = _way(cls)
@@ -1036,7 +1054,7 @@ cdef class Writer:
 
     cdef int save_named(self, obj, bint shared) except -1:
         """Write a function or class by reference, or by value where cloudpickle would."""
-        if self.by_value and not _is_referable(obj):
+        if self.by_value and not is_referable(obj):
             if self.cloud is None:
                 self.cloud = cloudpickle.Pickler(io.BytesIO(), protocol=5)
             value = self.cloud.reducer_override(obj)
@@ -1459,7 +1477,7 @@ def _is_bound(method):
     return getattr(method.__self__, method.__func__.__name__, None) == method
 
 
-def _is_referable(obj):
+def is_referable(obj):
     """Tell whether pickle by reference is what cloudpickle would do, in the plain cases."""
     if BY_VALUE_MODULES():
         return False
@@ -1530,15 +1548,58 @@ KNOWN_NAMES = {
 }
 
 
-def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, find_reducer=None):
-    """Return the program of *obj* as bytes; see `fastser.pickle.dumps`."""
+def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, find_reducer=find_reducer):
+    """Return a pickle of *obj*; functions and classes go by value where cloudpickle would do so.
+
+    Parameters
+    ----------
+    obj : object
+        Only read.
+    protocol : int, optional
+        5 by default; 0 to 4 are left to cloudpickle.
+    fix_imports : bool
+        For protocols 0 to 2.
+    buffer_callback : callable, optional
+        Called with a PickleBuffer for each buffer that may travel out-of-band: those of the objects
+        themselves, and typed blocks, bytes and bytearrays of 64 KiB and more.  The buffers are views of
+        the memory of *obj*, new memory for typed blocks.  If it returns true the buffer is written
+        in-band.
+    find_reducer : callable, optional
+        Called with a class, returns the reducer of its objects or None; those that are registered in
+        `fastser.dispatch.reducers` by default.
+
+    Returns
+    -------
+    bytes
+        What ``pickle.loads(data, buffers=...)`` reads, without fastser.
+
+    Raises
+    ------
+    PicklingError, TypeError, RecursionError
+        And whatever the reductions of the objects raise.
+    ValueError
+        If *protocol* is above 5, or *buffer_callback* is given with a lower one.
+
+    Examples
+    --------
+    >>> import pickle
+    >>> buffers = []
+    >>> data = dumps([i / 2 for i in range(100_000)], buffer_callback=buffers.append)
+    >>> len(data) < 200, [buffer.raw().nbytes for buffer in buffers]
+    (True, [800000])
+    >>> pickle.loads(data, buffers=buffers)[:3]
+    [0.0, 0.5, 1.0]
+    """
     cdef Writer writer
-    if protocol is not None and 0 <= protocol < 5:
-        if buffer_callback is not None:
-            raise ValueError("buffer_callback needs protocol >= 5")
-        return _dumps_standard(obj, protocol, fix_imports, find_reducer)
-    if protocol is not None and protocol > 5:
-        raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
+    if protocol is not None and protocol != 5:
+        if protocol < 0:
+            protocol = pickle.HIGHEST_PROTOCOL
+        if protocol > pickle.HIGHEST_PROTOCOL:
+            raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
+        if protocol < 5:
+            if buffer_callback is not None:
+                raise ValueError("buffer_callback needs protocol >= 5")
+            return _dumps_standard(obj, protocol, fix_imports, find_reducer)
     writer = Writer.__new__(Writer)
     writer.buffer_callback = buffer_callback
     writer.find_reducer = find_reducer

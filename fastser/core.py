@@ -54,6 +54,7 @@ class Codec:
         self.dask_serialize = dask_serialize
         self.dask_deserialize = dask_deserialize
         self.families = families
+        self._pickled_types: dict[type, bytes] = {}
         self.reducers = Dispatch("reducers of a codec")
         self.reducers.register(wrappers.serialize, self._reduce_serialize)
         self.reducers.register(wrappers.serialized, self._reduce_serialized)
@@ -159,27 +160,32 @@ class Codec:
     def _serialize_whole(
         self, x: object, serializers: Collection[str], context: Any
     ) -> tuple[Header, Frames]:
-        cause: BaseException | None = None
-        for name in serializers:
-            family = self._family(name)
-            if family.dumps is None:
-                continue
-            try:
-                header, frames = family.dumps(x, context=context) if family.wants_context else family.dumps(x)
-            except NotImplementedError as error:
-                cause = cause or error
-                continue
-            except RecursionError:
-                raise
-            except Exception as error:
-                raise _Failed(x, error) from error
-            header["serializer"] = name
-            return header, frames
-        raise _Failed(x, cause or DispatchError(f"none of the families {list(serializers)} takes it"))
-
-    def _family(self, name: Any) -> Family:
+        refusal: BaseException | None = None
         try:
-            return Family(*self.families[name])
+            for name in serializers:
+                dumps, _, wants_context = self._family(name)
+                if dumps is None:
+                    continue
+                try:
+                    answer = dumps(x, context=context) if wants_context else dumps(x)
+                except NotImplementedError as error:
+                    refusal = refusal or error
+                    continue
+                except RecursionError:
+                    raise
+                except Exception as error:
+                    raise _Failed(x, error) from error
+                if answer is not NotImplemented:
+                    header, frames = answer
+                    header["serializer"] = name
+                    return header, frames
+            raise _Failed(x, refusal or DispatchError(f"none of the families {list(serializers)} takes it"))
+        finally:
+            refusal = None  # its traceback holds this frame: no cycle shall keep the frames alive
+
+    def _family(self, name: Any) -> tuple[Any, Any, bool]:
+        try:
+            return self.families[name]
         except KeyError:
             raise DispatchError(
                 f"unknown serialization family {name!r}; known are {list(self.families)}; "
@@ -243,10 +249,10 @@ class Codec:
             raise DispatchError(
                 f"Data serialized with {name} but only able to deserialize data with {list(deserializers)}"
             )
-        family = self._family(name)
-        if family.loads is None:
+        loads = self._family(name)[1]
+        if loads is None:
             raise DispatchError(f"the family {name!r} cannot read")
-        return family.loads(header, frames)
+        return loads(header, frames)
 
     def _decode_collection(
         self, header: Header, frames: Frames, deserializers: Collection[str] | None
@@ -464,11 +470,11 @@ class Codec:
 
     # ---- families
 
-    def dask_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
-        """Write *x* by the handler of its type."""
+    def dask_dumps(self, x: object, context: dict[str, Any] | None = None) -> Any:
+        """Write *x* by the handler of its type; NotImplemented if it has none."""
         handler = self.find_handler(type(x))
         if handler is None:
-            raise DispatchError(f"no handler for {type(x).__module__}.{type(x).__qualname__}")
+            return NotImplemented
         sub_header, frames = (
             handler(x, context=context) if has_keyword(handler, "context") else handler(x)
         )
@@ -495,7 +501,15 @@ class Codec:
             return None
 
     def pickle_type(self, cls: type) -> bytes:
-        return fast_pickle.dumps(cls)
+        """Return the pickle of a class, kept if it goes by reference."""
+        if not _pickler.is_referable(cls):
+            return fast_pickle.dumps(cls)
+        pickled = self._pickled_types.get(cls)
+        if pickled is None:
+            if len(self._pickled_types) >= dispatch.CACHE_LIMIT:
+                self._pickled_types.clear()
+            pickled = self._pickled_types[cls] = fast_pickle.dumps(cls)
+        return pickled
 
     def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
         """Compile *x* to a program and buffers."""

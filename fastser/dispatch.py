@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, overload
 
 from fastser.wrappers import COLLECTIONS, SCAN_BUDGET
@@ -151,6 +152,14 @@ families: dict[str, Family] = {}
 def has_keyword(func: Callable[..., Any], name: str) -> bool:
     """Tell whether *func* takes an argument called *name*."""
     try:
+        return _has_keyword(func, name)
+    except TypeError:  # not hashable
+        return _has_keyword.__wrapped__(func, name)
+
+
+@lru_cache(maxsize=1024)
+def _has_keyword(func: Callable[..., Any], name: str) -> bool:
+    try:
         return name in inspect.signature(func).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return False
@@ -168,7 +177,7 @@ def register_serialization_family(
     name : str
     dumps : callable
         ``dumps(x)`` or ``dumps(x, context=None)``; returns a header (a dict that msgpack takes) and a
-        list of frames (bytes-like), or raises NotImplementedError for "not mine".
+        list of frames (bytes-like); for "not mine" it raises NotImplementedError or returns NotImplemented.
     loads : callable
         ``loads(header, frames)``; must change neither.
 
