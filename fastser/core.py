@@ -24,6 +24,7 @@ IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program tha
 TRACEBACK_LIMIT = 100_000  # characters of a traceback that travel in an error frame
 DEFAULT_SERIALIZERS = ("dask", "pickle")
 ALLOWED_IMPORTS = frozenset({"dask", "distributed", "fastser"})
+BUILTIN_HANDLERS = ("fastser.", "distributed.protocol.")  # packages of handlers nobody had to register
 COLLECTION_NAMES = {cls.__name__: cls for cls in COLLECTIONS}
 
 
@@ -512,22 +513,37 @@ class Codec:
         return pickled
 
     def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
-        """Compile *x* to a program and buffers."""
+        """Compile *x* to a program and buffers.
+
+        If that fails, a second try lets every handler of the dask family write what is inside of *x*.
+        """
+        try:
+            return self._compile(x, context, self.find_reducer)
+        except (RecursionError, MemoryError):
+            raise
+        except Exception as error:
+            try:
+                return self._compile(x, context, self.find_any_reducer)
+            except Exception:
+                raise error from None
+
+    def _compile(
+        self, x: object, context: dict[str, Any] | None, find_reducer: Callable[[type], Any]
+    ) -> tuple[Header, Frames]:
         frames: Frames = [None]
         writeable: list[bool] = []
 
-        def keep(buffer: Any) -> bool | None:
-            view = buffer.raw() if hasattr(buffer, "raw") else memoryview(buffer)
+        def keep(buffer: PickleBuffer) -> bool:
+            view = buffer.raw()
             if view.nbytes < IN_BAND:
                 return True
             frames.append(view)
             writeable.append(not view.readonly)
-            return None
+            return False
 
-        # Every receiver reads protocol 5, as Python does since 3.8; below, all stays inside the program.
-        apart = ((context or {}).get("pickle-protocol") or 5) >= 5
+        protocol = (context.get("pickle-protocol") if context else None) or fast_pickle.HIGHEST_PROTOCOL
         frames[0] = _pickler.dumps(
-            x, buffer_callback=keep if apart else None, find_reducer=self.find_reducer
+            x, protocol, buffer_callback=keep if protocol >= 5 else None, find_reducer=find_reducer
         )
         return {"serializer": "pickle", "writeable": tuple(writeable)}, frames
 
@@ -540,9 +556,43 @@ class Codec:
         return fast_pickle.loads(frames[0], buffers=buffers)
 
     def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
-        """Return how the pickler shall write objects of exactly *cls*; None for their own way."""
-        reducer = self.reducers.find(cls)
-        return reducer if reducer is not None else dispatch.reducers.find(cls)
+        """Return how the pickler shall write objects of exactly *cls*; None for their own way.
+
+        Handlers that users registered count inside of programs too; those that come with fastser or
+        distributed do not, since what they handle has a pickle as good.
+        """
+        reducer = self.reducers.find(cls) or dispatch.reducers.find(cls)
+        if reducer is None:
+            handler = self.find_handler(cls)
+            module = getattr(handler, "__module__", None) or ""
+            if handler is not None and not f"{module}.".startswith(BUILTIN_HANDLERS):
+                return self._reducer_by_handler(cls, handler)
+        return reducer
+
+    def find_any_reducer(self, cls: type) -> Callable[[Any], Any] | None:
+        """Like `find_reducer`, with the handlers that come with fastser or distributed too."""
+        reducer = self.reducers.find(cls) or dispatch.reducers.find(cls)
+        if reducer is None:
+            handler = self.find_handler(cls)
+            if handler is not None:
+                return self._reducer_by_handler(cls, handler)
+        return reducer
+
+    def _reducer_by_handler(self, cls: type, handler: Callable[..., Any]) -> Callable[[Any], Any] | None:
+        try:
+            reader = self.dask_deserialize.dispatch(cls)
+        except TypeError:
+            return None
+
+        def reduce(obj: Any) -> Any:
+            try:
+                header, frames = handler(obj, context=None) if has_keyword(handler, "context") else handler(obj)
+            except NotImplementedError:
+                return NotImplemented
+            return reader, (header, [_frames.ensure_memoryview(frame) for frame in frames])
+
+        reduce.__module__ = handler.__module__  # the pickler asks who wrote a reducer
+        return reduce
 
     def _reduce_serialize(self, x: Any) -> Any:
         return (x.data,)
