@@ -13,7 +13,7 @@ from distributed.metrics import context_meter
 from fastser import _pickler, compression, core, dispatch
 from fastser import pickle as fast_pickle
 from fastser._message import Messages
-from fastser.dispatch import Family, has_keyword
+from fastser.dispatch import Family
 from fastser.errors import DispatchError, FrameError
 from fastser.wrappers import WRAPPERS, Frames, Header, Wrappers
 
@@ -31,8 +31,6 @@ STOCK_FAMILIES = {
 STOCK_COMPRESSIONS = dict(stock_compression.compressions)
 JOINED = {bytes, bytearray, memoryview, array}  # some transports split their one frame, or drop it if empty
 STOCK_HANDLERS = "distributed.protocol"  # the package of distributed's own handlers
-# Their own pickle is better than any handler where they are part of a larger object.
-PICKLED_INSIDE = {"builtins.str", "builtins.bytes", "numpy.ndarray", "pandas.core.generic.NDFrame"}
 
 
 class _Found(NamedTuple):
@@ -88,12 +86,6 @@ def is_stock(handler: Any) -> bool:
     """Tell whether *handler* is one of distributed's own."""
     module = getattr(handler, "__module__", None)
     return isinstance(module, str) and (module + ".").startswith(STOCK_HANDLERS + ".")
-
-
-def is_own(handler: Any) -> bool:
-    """Tell whether *handler* is one of fastser's own."""
-    module = getattr(handler, "__module__", None)
-    return isinstance(module, str) and module.startswith("fastser.")
 
 
 def _is_metered() -> bool:
@@ -154,7 +146,7 @@ class DaskCodec(core.Codec):
 
     # ---- families and handlers
 
-    def _family(self, name: Any) -> Family:
+    def _family(self, name: Any) -> Any:
         family = self.families.get(name)
         if family is not None and family[:2] == STOCK_FAMILIES.get(name):
             return self.own_families[name]
@@ -190,45 +182,6 @@ class DaskCodec(core.Codec):
         return reader(dict(sub_header) if isinstance(sub_header, dict) else sub_header, frames)
 
     # ---- programs
-
-    def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
-        try:
-            return super().pickle_dumps(x, context)
-        except (RecursionError, MemoryError):
-            raise
-        except Exception as error:
-            try:
-                return thorough.pickle_dumps(x, context)
-            except Exception:
-                raise error from None
-
-    def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
-        reducer = super().find_reducer(cls)
-        if reducer is not None:
-            return reducer
-        handler = self.writers.find(cls)
-        if handler is None or is_own(handler) or is_stock(handler):
-            return None
-        return self._by_handler(cls, handler)
-
-    def _by_handler(self, cls: type, handler: Callable[..., Any]) -> Callable[[Any], Any] | None:
-        """Return how to write objects of *cls* by *handler* inside a program."""
-        if any(f"{base.__module__}.{base.__qualname__}" in PICKLED_INSIDE for base in cls.__mro__):
-            return None
-        try:
-            reader = self.dask_deserialize.dispatch(cls)
-        except TypeError:
-            return None
-        wants_context = has_keyword(handler, "context")
-
-        def reduce(obj: Any) -> Any:
-            try:
-                header, frames = handler(obj, context=None) if wants_context else handler(obj)
-            except NotImplementedError:
-                return NotImplemented
-            return reader, (header, frames)
-
-        return reduce
 
     def deserialize_reference(self) -> Callable[..., Any]:
         deserialize: Callable[..., Any] = stock.deserialize  # ours or distributed's: pickled by its name
@@ -297,18 +250,18 @@ class DaskCodec(core.Codec):
         buffer_callback : callable, optional
             Gets each buffer that travels apart, whatever its size; what it returns is ignored.
         protocol : int, optional
-            Below 5 no buffer travels apart; the program is always one of protocol 5.
+            5 by default; below, no buffer travels apart.
         """
         buffers: list[Any] = []
         keep = buffers.append if buffer_callback is not None and (protocol or 5) >= 5 else None
         try:
-            program = _pickler.dumps(x, buffer_callback=keep, find_reducer=self.find_reducer)
+            program = _pickler.dumps(x, protocol, buffer_callback=keep, find_reducer=self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
             buffers.clear()
             try:
-                program = _pickler.dumps(x, buffer_callback=keep, find_reducer=thorough.find_reducer)
+                program = _pickler.dumps(x, protocol, buffer_callback=keep, find_reducer=self.find_any_reducer)
             except Exception:
                 raise error from None
         if buffer_callback is not None:
@@ -319,20 +272,6 @@ class DaskCodec(core.Codec):
     def loads_pickle(self, x: Any, *, buffers: Iterable[Any] = ()) -> Any:
         """Read what `dumps_pickle` or any pickler wrote."""
         return fast_pickle.loads(x, buffers=buffers)
-
-
-class ThoroughCodec(DaskCodec):
-    """The second try, for objects that cannot be pickled: any handler is used for what is inside."""
-
-    def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
-        return core.Codec.pickle_dumps(self, x, context)
-
-    def find_reducer(self, cls: type) -> Callable[[Any], Any] | None:
-        reducer = core.Codec.find_reducer(self, cls)
-        if reducer is not None:
-            return reducer
-        handler = self.writers.find(cls)
-        return None if handler is None else self._by_handler(cls, handler)
 
 
 def adopted(x: Any) -> Any:
@@ -353,5 +292,4 @@ def _unmetered(func: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(func, "__wrapped__", func)
 
 
-thorough = ThoroughCodec()
 codec = DaskCodec()

@@ -33,9 +33,15 @@ def make() -> tuple[Any, Any]:
         idempotent = True
 
         async def start(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
             rebinding = fastser_or_none(scheduler.address)
             if rebinding is not None:
                 rebinding.acquire(scheduler.id)
+
+        async def close(self) -> None:
+            rebinding = fastser_or_none(self.scheduler.address)
+            if rebinding is not None:
+                rebinding.release(self.scheduler.id)
 
     class FastserWorker(WorkerPlugin):
         name = NAME
