@@ -10,20 +10,26 @@ import sys
 import threading
 from array import array
 
+import distributed
 import numpy as np
 import pytest
-
-distributed = pytest.importorskip("distributed")
+from distributed import Client, LocalCluster
+from distributed.metrics import context_meter
+from distributed.protocol import (
+    Serialize,
+    Serialized,
+    ToPickle,
+    dask_deserialize,
+    dask_serialize,
+    to_serialize,
+)
+from distributed.protocol.serialize import families, register_serialization_family
+from stock_reader import describe
 
 import fastser
 import fastser.dask
-from distributed import Client, LocalCluster
-from distributed.metrics import context_meter
-from distributed.protocol import Serialize, Serialized, ToPickle, dask_deserialize, dask_serialize, to_serialize
-from distributed.protocol.serialize import families, register_serialization_family
 from fastser.dask.codec import DaskCodec, codec
 from fastser.dask.rebinding import CLOSED_LIST, Name, Rebinding, rebinding
-from stock_reader import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Creating scratch directories:UserWarning")
 stock = importlib.import_module("distributed.protocol.serialize")
@@ -53,16 +59,17 @@ def installed():
 
 
 def test_install_binds_every_copy_and_uninstall_puts_all_back():
-    import distributed.client
-    import distributed.spill
-
+    importlib.import_module("distributed.spill")
     before = bound()
     kept = [stock.Serialize, stock.Serialized, stock.ToPickle, stock.Pickled, dask_serialize, dict(families)]
     fastser.dask.install()
     try:
         during = bound()
         changed = {place for place in before if during[place] is not before[place]}
-        assert {("distributed.protocol", "serialize"), ("distributed.protocol.serialize", "serialize")} <= changed
+        assert {
+            ("distributed.protocol", "serialize"),
+            ("distributed.protocol.serialize", "serialize"),
+        } <= changed
         assert {("distributed.client", "dumps"), ("distributed.spill", "serialize_bytelist")} <= changed
         assert len(changed) > 25
         theirs = {id(before[name.module, name.attribute]) for name in CLOSED_LIST}
@@ -351,7 +358,9 @@ def test_register_generic_helps_inside_programs(registry):
 
 def test_families_of_users_win():
     old = families["pickle"]
-    register_serialization_family("pickle", lambda x: ({"by": "user"}, [b"x"]), lambda header, frames: header["by"])
+    register_serialization_family(
+        "pickle", lambda x: ({"by": "user"}, [b"x"]), lambda header, frames: header["by"]
+    )
     try:
         assert codec.deserialize(*codec.serialize([1])) == "user"
     finally:
@@ -420,7 +429,9 @@ def test_the_same_metrics_as_distributed():
     def labels(dumps, loads, spill, unspill):
         seen = []
         with context_meter.add_callback(lambda label, value, unit: seen.append((label, unit))):
-            frames = dumps({"x": to_serialize(np.zeros(100_000)), "y": ToPickle([1])}, context={"compression": "zlib"})
+            frames = dumps(
+                {"x": to_serialize(np.zeros(100_000)), "y": ToPickle([1])}, context={"compression": "zlib"}
+            )
             loads(frames)
             unspill(b"".join(spill([1.5] * 100_000, compression="zlib")))
         return set(seen)
@@ -428,14 +439,19 @@ def test_the_same_metrics_as_distributed():
     assert labels(
         codec.messages.dumps, codec.messages.loads, codec.serialize_bytelist, codec.deserialize_bytes
     ) == labels(
-        distributed.protocol.dumps, distributed.protocol.loads, stock.serialize_bytelist, stock.deserialize_bytes
+        distributed.protocol.dumps,
+        distributed.protocol.loads,
+        stock.serialize_bytelist,
+        stock.deserialize_bytes,
     )
 
 
 def test_codecs_of_users_are_used():
     from distributed.protocol.compression import Compression, compressions
 
-    compressions["mine"] = Compression("mine", lambda data: b"!" + bytes(data[:10]), lambda data: b"0" * 20_000)
+    compressions["mine"] = Compression(
+        "mine", lambda data: b"!" + bytes(data[:10]), lambda data: b"0" * 20_000
+    )
     try:
         name, data = codec.maybe_compress(bytes(20_000), compression="mine")
         assert (name, bytes(data[:1])) == ("mine", b"!")
@@ -450,7 +466,10 @@ def test_allowed_imports():
 
     assert codec.messages.loads(codec.messages.dumps({"s": Status.running})) == {"s": Status.running}
     frames = codec.messages.dumps({"s": Status.running})
-    with dask.config.set({"distributed.scheduler.allowed-imports": ["dask"]}), pytest.raises(TypeError, match="allowed"):
+    with (
+        dask.config.set({"distributed.scheduler.allowed-imports": ["dask"]}),
+        pytest.raises(TypeError, match="allowed"),
+    ):
         codec.messages.loads(frames)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from fastser.dask import plugins
@@ -73,10 +74,10 @@ def status(client: Any = None) -> Any:
     Returns
     -------
     dict
-        Of one process: the versions of fastser and distributed, and the state: "rebound", "registered" (families
-        only, as distributed is not known), "absent" (not installed) or "missing" (not importable).  With
-        *client* such dicts under "client", "scheduler" and each address under "workers"; an awaitable for
-        an asynchronous client.
+        Of one process: the versions of fastser and distributed, and the state: "rebound", "registered"
+        (families only, as distributed is not known), "absent" (not installed) or "missing" (not
+        importable).  With *client* such dicts under "client", "scheduler" and each address under
+        "workers"; an awaitable for an asynchronous client.
 
     Examples
     --------
@@ -95,10 +96,8 @@ async def _install_cluster(client: Any) -> None:
 async def _uninstall_cluster(client: Any) -> None:
     release = _releaser()
     for unregister in (client.unregister_worker_plugin, client.unregister_scheduler_plugin):
-        try:
+        with suppress(ValueError):  # was not registered
             await unregister(plugins.NAME)
-        except ValueError:  # was not registered
-            pass
     await client.run_on_scheduler(release)
     await client.run(release)
     rebinding.release(HERE)
@@ -130,17 +129,17 @@ def _releaser() -> Any:
 
 def _reporter() -> Any:
     def report() -> dict[str, Any]:
-        import distributed
+        from importlib.metadata import version
 
         try:
             import fastser
             from fastser.dask.rebinding import rebinding
         except ImportError:
-            return {"state": "missing", "fastser": None, "distributed": distributed.__version__}
+            return {"state": "missing", "fastser": None, "distributed": version("distributed")}
         return {
             "state": rebinding.state,
             "fastser": fastser.__version__,
-            "distributed": distributed.__version__,
+            "distributed": version("distributed"),
         }
 
     return report

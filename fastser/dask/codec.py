@@ -1,10 +1,11 @@
-"""The codec of a dask cluster: fastser's machinery on the wrappers, registries and families of distributed."""
+"""The codec of a dask cluster: fastser's machinery on distributed's wrappers, registries and families."""
 
 from __future__ import annotations
 
 import importlib
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import dask
@@ -254,14 +255,15 @@ class DaskCodec(core.Codec):
         """
         buffers: list[Any] = []
         keep = buffers.append if buffer_callback is not None and (protocol or 5) >= 5 else None
+        write = partial(_pickler.dumps, x, protocol, buffer_callback=keep)
         try:
-            program = _pickler.dumps(x, protocol, buffer_callback=keep, find_reducer=self.find_reducer)
+            program: bytes = write(find_reducer=self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
             buffers.clear()
             try:
-                program = _pickler.dumps(x, protocol, buffer_callback=keep, find_reducer=self.find_any_reducer)
+                program = write(find_reducer=self.find_any_reducer)
             except Exception:
                 raise error from None
         if buffer_callback is not None:

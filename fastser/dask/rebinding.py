@@ -130,9 +130,11 @@ class Rebinding:
         """Let *data* of a worker, whose spill buffer holds functions since it was made, follow the names."""
         with self._lock:
             bound = self.state == "rebound"
-            now = {id(theirs): ours for theirs, ours in self.pairs} if bound else {
-                id(ours): theirs for theirs, ours in self.pairs
-            }
+            now = (
+                {id(theirs): ours for theirs, ours in self.pairs}
+                if bound
+                else {id(ours): theirs for theirs, ours in self.pairs}
+            )
         for slow in _spills(data):
             dump = slow.dump
             if isinstance(dump, partial) and id(dump.func) in now:
