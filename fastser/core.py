@@ -589,7 +589,7 @@ class Codec:
                 header, frames = handler(obj, context=None) if has_keyword(handler, "context") else handler(obj)
             except NotImplementedError:
                 return NotImplemented
-            return reader, (header, [_frames.ensure_memoryview(frame) for frame in frames])
+            return reader, (header, [_viewed(frame) for frame in frames])
 
         reduce.__module__ = handler.__module__  # the pickler asks who wrote a reducer
         return reduce
@@ -656,6 +656,14 @@ def _field(header: Any, name: str, types: tuple[type, ...]) -> Any:
         expected = " or ".join(t.__name__ for t in types)
         raise FrameError(f"{name}: expected {expected}, got {type(value).__name__}")
     return value
+
+
+def _viewed(frame: Any) -> Any:
+    """Return *frame* as bytes; inside a program it may be any object, as with distributed."""
+    try:
+        return _frames.ensure_memoryview(frame)
+    except TypeError:
+        return frame
 
 
 def _with_flag(frame: Any, writeable: bool) -> memoryview:
