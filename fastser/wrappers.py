@@ -167,7 +167,7 @@ def travels_apart(x: object, serializers: Collection[str]) -> bool:
     """
     if "pickle" not in serializers:
         return not msgpack_exact(x) if "msgpack" in serializers else True
-    return not DEVICE_MODULES.isdisjoint(sys.modules) and _holds_device(x)
+    return not sys.modules.keys().isdisjoint(DEVICE_MODULES) and _holds_device(x)
 
 
 def _holds_device(x: Any) -> bool:

@@ -125,6 +125,11 @@ class DaskCodec(core.Codec):
             "msgpack": Family(core.msgpack_dumps, core.msgpack_loads, False),
             "error": Family(None, core.error_loads, False),
         }
+        self._stock_families = {
+            name: self.families[name]
+            for name, functions in STOCK_FAMILIES.items()
+            if self.families[name][:2] == functions
+        }
         self.reducers.register(WRAPPERS.serialize, self._reduce_serialize)
         self.reducers.register(WRAPPERS.serialized, self._reduce_serialized)
         self.messages = Messages(self)
@@ -148,10 +153,13 @@ class DaskCodec(core.Codec):
     # ---- families and handlers
 
     def _family(self, name: Any) -> Any:
-        family = self.families.get(name)
-        if family is not None and family[:2] == STOCK_FAMILIES.get(name):
-            return self.own_families[name]
-        return super()._family(name)
+        try:
+            family = self.families[name]
+            if family is self._stock_families.get(name):
+                return self.own_families[name]
+        except (KeyError, TypeError):
+            return super()._family(name)  # which says what is wrong
+        return family
 
     def find_handler(self, cls: type) -> Callable[..., Any] | None:
         return self.writers.find(cls)
@@ -253,6 +261,8 @@ class DaskCodec(core.Codec):
         protocol : int, optional
             5 by default; below, no buffer travels apart.
         """
+        if isinstance(x, type) and (protocol or 5) >= 5:  # one for each finished task
+            return self.pickle_type(x)
         buffers: list[Any] = []
         keep = buffers.append if buffer_callback is not None and (protocol or 5) >= 5 else None
         write = partial(_pickler.dumps, x, protocol, buffer_callback=keep)
