@@ -6,7 +6,7 @@ the whole list "not ours".
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 import numpy as np
 
@@ -27,6 +27,11 @@ cdef extern from *:
     # Cython's own names for the layout of small ints, which changed with CPython 3.12.
     bint is_compact "__Pyx_PyLong_IsCompact"(PyObject*) noexcept
     Py_ssize_t compact_value "__Pyx_PyLong_CompactValue"(PyObject*) noexcept
+    Py_ssize_t digit_count "__Pyx_PyLong_DigitCount"(PyObject*) noexcept
+    const uint32_t* digits "__Pyx_PyLong_Digits"(PyObject*) noexcept
+    bint is_negative "__Pyx_PyLong_IsNeg"(PyObject*) noexcept
+    enum:
+        DIGIT_BITS "PyLong_SHIFT"
 
 DTYPES = {  # Kind -> dtype
     <int>FLOAT64: "float64", <int>BOOL: "bool", <int>UINT8: "uint8", <int>INT8: "int8",
@@ -71,33 +76,46 @@ cdef Kind scan(PyObject** items, Py_ssize_t n) noexcept:
     return FLOAT64 if first is &PyFloat_Type else BOOL
 
 
-cdef Kind scan_ints(PyObject** items, Py_ssize_t n) noexcept:
-    cdef long long low = 0, high = 0, value
-    cdef bint above = False  # some are above int64
+cdef inline bint read_int(PyObject* item, long long* value, uint64_t* above) noexcept:
+    """Read an exact int; False if 64 bits do not hold it.
+
+    What int64 does not hold goes to *above*, which is 0 otherwise.
+    """
+    cdef Py_ssize_t n
+    cdef const uint32_t* d
+    cdef uint64_t magnitude
     cdef int overflow = 0
-    cdef Py_ssize_t i
-    for i in range(n):
-        if type_of(items[i]) is not &PyLong_Type:
-            return MIXED
-        if is_compact(items[i]):
-            value = compact_value(items[i])
-        else:
-            value = PyLong_AsLongLongAndOverflow(items[i], &overflow)
-            if overflow < 0:
-                return MIXED
-            if overflow > 0:
-                PyLong_AsUnsignedLongLong(items[i])
-                if PyErr_Occurred() is not NULL:
-                    PyErr_Clear()
-                    return MIXED
-                above = True
-                continue
-        if value < low:
-            low = value
-        elif value > high:
-            high = value
-    if above:
-        return UINT64 if low == 0 else MIXED
+    above[0] = 0
+    if is_compact(item):
+        value[0] = compact_value(item)
+        return True
+    if DIGIT_BITS == 30:
+        n = digit_count(item)
+        d = digits(item)
+        if n > 3 or n == 3 and d[2] >= 16:
+            return False
+        magnitude = d[0] | <uint64_t>d[1] << 30
+        if n == 3:
+            magnitude |= <uint64_t>d[2] << 60
+        if magnitude <= <uint64_t>0x7fffffffffffffff:
+            value[0] = -<long long>magnitude if is_negative(item) else <long long>magnitude
+            return True
+        if is_negative(item):
+            value[0] = <long long>magnitude  # as two's complement
+            return magnitude == <uint64_t>1 << 63
+        above[0] = magnitude
+        return True
+    value[0] = PyLong_AsLongLongAndOverflow(item, &overflow)
+    if overflow > 0:
+        above[0] = PyLong_AsUnsignedLongLong(item)
+        if PyErr_Occurred() is not NULL:
+            PyErr_Clear()
+            return False
+    return overflow >= 0
+
+
+cdef Kind narrowest(long long low, long long high) noexcept:
+    """Return the narrowest kind that holds *low* to *high*."""
     if low >= 0 and high <= 255:
         return UINT8
     if low >= -128 and high <= 127:
@@ -109,16 +127,52 @@ cdef Kind scan_ints(PyObject** items, Py_ssize_t n) noexcept:
     return INT64
 
 
+cdef Kind scan_ints(PyObject** items, Py_ssize_t n) noexcept:
+    cdef long long low = 0, high = 0, value = 0
+    cdef uint64_t above = 0, most = 0
+    cdef Py_ssize_t i
+    for i in range(n):
+        if type_of(items[i]) is not &PyLong_Type or not read_int(items[i], &value, &above):
+            return MIXED
+        if above:
+            most = above
+        elif value < low:
+            low = value
+        elif value > high:
+            high = value
+    if most:
+        return UINT64 if low == 0 else MIXED
+    return narrowest(low, high)
+
+
+cdef Kind guess(PyObject** items, Py_ssize_t n) noexcept:
+    """Name the kind that a few items have: if `fill` takes it for all, it is the one `scan` names."""
+    cdef PyTypeObject* first = type_of(items[0])
+    cdef PyObject* item
+    cdef long long low = 0, high = 0, value = 0
+    cdef uint64_t above = 0
+    cdef int i
+    if first is &PyFloat_Type:
+        return FLOAT64
+    if first is &PyBool_Type:
+        return BOOL
+    if first is not &PyLong_Type:
+        return MIXED
+    for i in range(4):
+        item = items[(n - 1) * i // 3]
+        if type_of(item) is not &PyLong_Type or not read_int(item, &value, &above):
+            return MIXED
+        if above:
+            return UINT64
+        low = min(low, value)
+        high = max(high, value)
+    return narrowest(low, high)
+
+
 cdef inline long long int_value(PyObject* item, bint* wrong) noexcept:
-    cdef int overflow = 0
-    cdef long long value
-    if type_of(item) is not &PyLong_Type:
-        wrong[0] = True
-        return 0
-    if is_compact(item):
-        return compact_value(item)
-    value = PyLong_AsLongLongAndOverflow(item, &overflow)
-    if overflow:
+    cdef long long value = 0
+    cdef uint64_t above = 0
+    if type_of(item) is not &PyLong_Type or not read_int(item, &value, &above) or above:
         wrong[0] = True
     return value
 
@@ -129,7 +183,8 @@ cdef bint fill(Kind kind, PyObject** items, Py_ssize_t n, void* out) noexcept:
     The check makes one pass enough for floats, and lists that change after their scan harmless.
     """
     cdef Py_ssize_t i
-    cdef long long value
+    cdef long long value = 0
+    cdef uint64_t above = 0
     cdef bint wrong = False
     if kind == FLOAT64:
         for i in range(n):
@@ -166,12 +221,10 @@ cdef bint fill(Kind kind, PyObject** items, Py_ssize_t n, void* out) noexcept:
             (<int64_t*>out)[i] = int_value(items[i], &wrong)
     else:
         for i in range(n):
-            if type_of(items[i]) is not &PyLong_Type:
+            if type_of(items[i]) is not &PyLong_Type or not read_int(items[i], &value, &above):
                 return False
-            (<uint64_t*>out)[i] = PyLong_AsUnsignedLongLong(items[i])
-            if PyErr_Occurred() is not NULL:
-                PyErr_Clear()
-                return False
+            wrong |= not above and value < 0
+            (<uint64_t*>out)[i] = above if above else <uint64_t>value
     return not wrong
 
 
@@ -259,5 +312,9 @@ def to_ndarray(x):
     cdef Py_ssize_t n = len(x)
     if type(x) not in (list, tuple) or n == 0:
         return None
-    cdef Kind found = scan(PySequence_Fast_ITEMS(x), n)
-    return None if found == MIXED else array_of(found, x)
+    cdef Kind found = guess(PySequence_Fast_ITEMS(x), n)
+    array = None if found == MIXED else array_of(found, x)
+    if array is None:
+        found = scan(PySequence_Fast_ITEMS(x), len(x))
+        array = None if found == MIXED else array_of(found, x)
+    return array

@@ -29,7 +29,7 @@ from cpython.buffer cimport PyBuffer_IsContiguous
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_Next
 from cpython.list cimport PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
@@ -51,6 +51,7 @@ from fastser._lists cimport (
     Kind,
     array_of,
     fill,
+    guess,
     same_object,
     scan,
     width,
@@ -107,6 +108,7 @@ cdef enum:
     MIN_REPEATS = 32
     SCRATCH = 4096  # bytes of a new buffer
     KEPT = 16777216  # bytes of the greatest buffer that is kept for the next dump
+    ATOM = 272  # bytes that are enough for a small atom
     HEAD = 160  # bytes that are enough for the opcodes before the data of a block
     PENDING = -2  # in the memo: a tuple whose items are being written
     ABSENT = -1
@@ -138,6 +140,11 @@ class _Restart(Exception):
     """What is met needs memo entries that were not made."""
 
 
+cdef struct Entry:
+    PyObject* key
+    Py_ssize_t index
+
+
 @cython.final
 @cython.freelist(4)
 @cython.auto_pickle(False)
@@ -147,10 +154,9 @@ cdef class Writer:
     cdef unsigned char* out
     cdef Py_ssize_t pos, size
     cdef PyObject* big  # a bytes object that holds the buffer, once it is greater than what is kept
-    cdef PyObject** keys
-    cdef Py_ssize_t* indices
-    cdef PyObject* first_keys[FIRST]  # what keys and indices point to, until the memo grows
-    cdef Py_ssize_t first_indices[FIRST]
+    cdef Entry* memo
+    cdef Entry first[FIRST]  # what memo points to, until it grows
+    cdef int shift  # 64 less the bits of a slot number
     cdef Py_ssize_t mask, used, next_index
     cdef Py_ssize_t known[<int>N_KNOWN]
     cdef int depth
@@ -169,7 +175,6 @@ cdef class Writer:
         self.out = NULL
         self.big = NULL
         self.pos = self.size = 0
-        self.keys = self.first_keys
         self.empty_memo()
 
     def __dealloc__(self):
@@ -312,96 +317,81 @@ cdef class Writer:
         self.pos += n
         return 0
 
-    # ---- the memo: a hash table of objects, each held, open addressing
+    # ---- the memo: a hash table of objects, each held; open addressing, Fibonacci hashing
 
-    cdef Py_ssize_t slot(self, PyObject* key) noexcept:
-        cdef size_t i = (<size_t>key >> 4) * <size_t>0x9E3779B1
-        i ^= i >> 15
-        i &= self.mask
-        while self.keys[i] is not NULL and self.keys[i] is not key:
+    cdef inline Entry* entry(self, PyObject* key) noexcept:
+        """Return the entry of *key*, or the free one where it belongs."""
+        cdef size_t i = <size_t>((<uint64_t><size_t>key >> 4) * <uint64_t>0x9E3779B97F4A7C15 >> self.shift)
+        while self.memo[i].key is not key and self.memo[i].key is not NULL:
             i = (i + 1) & self.mask
-        return i
+        return &self.memo[i]
 
     cdef inline Py_ssize_t memo_find(self, PyObject* key) noexcept:
-        cdef Py_ssize_t i
-        if self.used == 0:
-            return ABSENT
-        i = self.slot(key)
-        return ABSENT if self.keys[i] is NULL else self.indices[i]
+        cdef Entry* entry = self.entry(key)
+        return ABSENT if entry.key is NULL else entry.index
 
     cdef int memo_set(self, PyObject* key, Py_ssize_t index) except -1:
-        cdef Py_ssize_t i
-        if (self.used + 1) * 3 > (self.mask + 1) * 2:
+        cdef Entry* entry
+        if self.used * 2 > self.mask:
             self.memo_grow()
-        i = self.slot(key)
-        if self.keys[i] is NULL:
+        entry = self.entry(key)
+        if entry.key is NULL:
             incref(key)
-            self.keys[i] = key
+            entry.key = key
             self.used += 1
-        self.indices[i] = index
+        entry.index = index
         return 0
 
     cdef int memo_grow(self) except -1:
-        cdef PyObject** old_keys = self.keys
-        cdef Py_ssize_t* old_indices = self.indices
-        cdef Py_ssize_t i, j, n = self.mask + 1
-        cdef Py_ssize_t size = n * (4 if n < 100_000 else 2)
-        cdef PyObject** keys = <PyObject**>PyMem_RawMalloc(size * sizeof(PyObject*))
-        cdef Py_ssize_t* indices = <Py_ssize_t*>PyMem_RawMalloc(size * sizeof(Py_ssize_t))
-        if keys is NULL or indices is NULL:
-            PyMem_RawFree(keys)
-            PyMem_RawFree(indices)
+        cdef Entry* old = self.memo
+        cdef Py_ssize_t i, n = self.mask + 1
+        cdef int bits = 2 if n < 100_000 else 1
+        cdef Entry* memo = <Entry*>PyMem_RawCalloc(n << bits, sizeof(Entry))
+        if memo is NULL:
             raise MemoryError
-        memset(keys, 0, size * sizeof(PyObject*))
-        self.keys = keys
-        self.indices = indices
-        self.mask = size - 1
+        self.memo = memo
+        self.mask = (n << bits) - 1
+        self.shift -= bits
         for i in range(n):
-            if old_keys[i] is not NULL:
-                j = self.slot(old_keys[i])
-                keys[j] = old_keys[i]
-                indices[j] = old_indices[i]
-        if old_keys is not self.first_keys:
-            PyMem_RawFree(old_keys)
-            PyMem_RawFree(old_indices)
+            if old[i].key is not NULL:
+                self.entry(old[i].key)[0] = old[i]
+        if old is not self.first:
+            PyMem_RawFree(old)
         return 0
 
     cdef void empty_memo(self) noexcept:
         """Start with the small table."""
         cdef int i
-        memset(self.first_keys, 0, sizeof(self.first_keys))
-        self.keys = self.first_keys
-        self.indices = self.first_indices
+        memset(self.first, 0, sizeof(self.first))
+        self.memo = self.first
         self.mask = FIRST - 1
+        self.shift = 60
         self.used = self.next_index = 0
         for i in range(<int>N_KNOWN):
             self.known[i] = ABSENT
 
     cdef void free_memo(self) noexcept:
-        cdef PyObject** keys = self.keys
-        cdef Py_ssize_t* indices = self.indices
+        cdef Entry* memo = self.memo
+        cdef Entry first[FIRST]
         cdef Py_ssize_t i, n = self.mask + 1
-        cdef PyObject* first[FIRST]
         if self.next_index == 0 and self.used == 0:
             return
-        if keys is self.first_keys:
-            memcpy(first, keys, sizeof(first))
-            keys = first
-        else:
-            PyMem_RawFree(indices)
+        if memo is self.first:
+            memcpy(first, memo, sizeof(first))
+            memo = first
         self.empty_memo()
         for i in range(n):  # last: dropping an object may run code that uses this pickler
-            xdecref(keys[i])
-        if keys is not first:
-            PyMem_RawFree(keys)
+            xdecref(memo[i].key)
+        if memo is not first:
+            PyMem_RawFree(memo)
 
     cdef dict memo_copy(self):
         cdef Py_ssize_t i
-        memo = {}
+        copy = {}
         for i in range(self.mask + 1):
-            if self.keys[i] is not NULL and self.indices[i] >= 0:
-                memo[<size_t>self.keys[i]] = (self.indices[i], <object>self.keys[i])
-        return memo
+            if self.memo[i].key is not NULL and self.memo[i].index >= 0:
+                copy[<size_t>self.memo[i].key] = (self.memo[i].index, <object>self.memo[i].key)
+        return copy
 
     cdef int memo_replace(self, dict memo) except -1:
         self.free_memo()
@@ -439,17 +429,79 @@ cdef class Writer:
 
     # ---- atoms
 
-    cdef int save_float(self, PyObject* obj) except -1:
-        cdef uint64_t bits = 0
-        cdef double value = float_value(obj)
+    cdef inline bint saved_atom(self, PyObject* obj) except -1:
+        """Write a small object that holds no other; False for what needs more work.
+
+        No Python code runs here, so *obj* may be borrowed.
+        """
+        cdef PyTypeObject* cls = type_of(obj)
         cdef unsigned char* out
-        cdef int i
-        memcpy(&bits, &value, 8)
-        self.room(9)
+        cdef Py_ssize_t n
+        if self.size - self.pos < ATOM:
+            self.grow(ATOM)
         out = self.out + self.pos
-        out[0] = b'G'
-        for i in range(8):
-            out[1 + i] = <unsigned char>(bits >> (56 - 8 * i))
+        if cls is &PyFloat_Type:
+            _put_double(out, float_value(obj))
+            self.pos += 9
+        elif cls is &PyUnicode_Type:
+            if refcount(obj) > 1 and not self.memoless:
+                n = self.memo_find(obj)
+                if n < 0 or n > 0xff:
+                    return False
+                out[0] = b'h'
+                out[1] = <unsigned char>n
+                self.pos += 2
+                return True
+            n = str_length(obj)
+            if n > 0xff or not is_ascii(obj):
+                return False
+            out[0] = 0x8c
+            out[1] = <unsigned char>n
+            memmove(out + 2, str_data(obj), n)  # gcc makes a slow loop of a short memcpy
+            self.pos += 2 + n
+        elif cls is &PyLong_Type:
+            if not is_compact(obj):
+                return False
+            n = compact_value(obj)
+            if 0 <= n <= 0xff:
+                out[0] = b'K'
+                out[1] = <unsigned char>n
+                self.pos += 2
+            elif 0 <= n <= 0xffff:
+                out[0] = b'M'
+                out[1] = <unsigned char>n
+                out[2] = <unsigned char>(n >> 8)
+                self.pos += 3
+            elif -0x80000000 <= n <= 0x7fffffff:
+                out[0] = b'J'
+                out[1] = <unsigned char>n
+                out[2] = <unsigned char>(n >> 8)
+                out[3] = <unsigned char>(n >> 16)
+                out[4] = <unsigned char>(n >> 24)
+                self.pos += 5
+            else:
+                return False
+        elif obj is none:
+            out[0] = b'N'
+            self.pos += 1
+        elif cls is &PyBool_Type:
+            out[0] = 0x88 if obj is true else 0x89
+            self.pos += 1
+        elif cls is &PyBytes_Type:
+            n = bytes_size(obj)
+            if n > 0xff or refcount(obj) > 1:
+                return False
+            out[0] = b'C'
+            out[1] = <unsigned char>n
+            memmove(out + 2, bytes_data(obj), n)
+            self.pos += 2 + n
+        else:
+            return False
+        return True
+
+    cdef int save_float(self, PyObject* obj) except -1:
+        self.room(9)
+        _put_double(self.out + self.pos, float_value(obj))
         self.pos += 9
         return 0
 
@@ -628,16 +680,8 @@ cdef class Writer:
 
     cdef inline int save_item(self, PyObject* obj) except -1:
         """Write what a container holds; *obj* is borrowed from it."""
-        cdef PyTypeObject* cls = type_of(obj)
-        if not self.watched:
-            if cls is &PyFloat_Type:
-                return self.save_float(obj)
-            if cls is &PyUnicode_Type:
-                return self.save_str(obj, refcount(obj) > 1)
-            if cls is &PyLong_Type:
-                return self.save_int(obj)
-            if obj is none:
-                return self.put(b'N')
+        if not self.watched and self.saved_atom(obj):
+            return 0
         return self.save(obj, refcount(obj) > 1)
 
     cdef int save(self, PyObject* ptr, bint shared) except -1:
@@ -775,7 +819,8 @@ cdef class Writer:
             if set_items and in_batch == 0:
                 self.put(b'(')
             if type_of(key) is &PyUnicode_Type and not self.watched:
-                self.save_str(key, refcount(key) > 1)  # runs no Python code
+                if not self.saved_atom(key):
+                    self.save_str(key, refcount(key) > 1)  # runs no Python code
                 self.save_item(value)
             else:
                 self.save_pair(key, value)
@@ -798,16 +843,6 @@ cdef class Writer:
 
     cdef inline int save_item_held(self, PyObject* obj) except -1:
         """Like save_item, for an item that the caller holds one reference to besides the container."""
-        cdef PyTypeObject* cls = type_of(obj)
-        if not self.watched:
-            if cls is &PyFloat_Type:
-                return self.save_float(obj)
-            if cls is &PyUnicode_Type:
-                return self.save_str(obj, refcount(obj) > 2)
-            if cls is &PyLong_Type:
-                return self.save_int(obj)
-            if obj is none:
-                return self.put(b'N')
         return self.save(obj, refcount(obj) > 2)
 
     cdef int save_set(self, obj, bint shared) except -1:
@@ -859,25 +894,20 @@ cdef class Writer:
                 return self.save_product(items[0], n, is_tuple)
         if type_of(items[n - 1]) is not cls or type_of(items[n // 2]) is not cls:
             return False
-        if cls is &PyFloat_Type:
-            if n < MIN_FLOATS:
-                return False
-            kind = FLOAT64
-        elif cls is &PyLong_Type:
-            kind = scan(items, n)
-            if kind == MIXED or n < MIN_INTS and kind != UINT8 and kind != INT8:
-                return False
-        elif cls is &PyBool_Type:
-            if n < MIN_INTS:
-                return False
-            kind = scan(items, n)
-            if kind == MIXED:
-                return False
-        else:
+        kind = guess(items, n)
+        if kind == MIXED or n < _enough(kind):
             return False
+        if self.saved_block_of(obj, kind, n, is_tuple):
+            return True
+        if kind == FLOAT64 or kind == BOOL:
+            return False  # the guess was the only kind possible
+        kind = scan(items_of(obj), n)
+        return kind != MIXED and n >= _enough(kind) and self.saved_block_of(obj, kind, n, is_tuple)
+
+    cdef bint saved_block_of(self, PyObject* obj, Kind kind, Py_ssize_t n, bint is_tuple) except -1:
         if self.buffer_callback is not None and n * width(kind) >= OUT_OF_BAND:
             return self.saved_block_apart(<object>obj, kind, n, is_tuple)
-        return self.saved_block_here(items, kind, n, is_tuple)
+        return self.saved_block_here(items_of(obj), kind, n, is_tuple)
 
     cdef bint save_product(self, PyObject* item, Py_ssize_t n, bint is_tuple) except -1:
         self.put_known(MUL)
@@ -1397,6 +1427,28 @@ cdef inline bint _is_atom(PyObject* obj) noexcept:
 
 cdef inline bint _is_repeatable(PyObject* obj) noexcept:
     return _is_atom(obj)
+
+
+cdef inline void _put_double(unsigned char* out, double value) noexcept:
+    """Write an opcode and a double, big-endian."""
+    cdef uint64_t bits = 0
+    memcpy(&bits, &value, 8)
+    out[0] = b'G'
+    out[1] = <unsigned char>(bits >> 56)
+    out[2] = <unsigned char>(bits >> 48)
+    out[3] = <unsigned char>(bits >> 40)
+    out[4] = <unsigned char>(bits >> 32)
+    out[5] = <unsigned char>(bits >> 24)
+    out[6] = <unsigned char>(bits >> 16)
+    out[7] = <unsigned char>(bits >> 8)
+    out[8] = <unsigned char>bits
+
+
+cdef Py_ssize_t _enough(Kind kind) noexcept:
+    """Return the number of items that are worth a block."""
+    if kind == FLOAT64:
+        return MIN_FLOATS
+    return MIN_BYTES if kind == UINT8 or kind == INT8 else MIN_INTS
 
 
 cdef unsigned char _format(Kind kind) noexcept:
