@@ -30,8 +30,10 @@ cdef extern from *:
     Py_ssize_t digit_count "__Pyx_PyLong_DigitCount"(PyObject*) noexcept
     const uint32_t* digits "__Pyx_PyLong_Digits"(PyObject*) noexcept
     bint is_negative "__Pyx_PyLong_IsNeg"(PyObject*) noexcept
+    Py_ssize_t signed_size "Py_SIZE"(PyObject*) noexcept
     enum:
         DIGIT_BITS "PyLong_SHIFT"
+        PY_VERSION_HEX
 
 DTYPES = {  # Kind -> dtype
     <int>FLOAT64: "float64", <int>BOOL: "bool", <int>UINT8: "uint8", <int>INT8: "int8",
@@ -87,7 +89,10 @@ cdef inline bint read_int(PyObject* item, long long* value, uint64_t* above) noe
     cdef int overflow = 0
     above[0] = 0
     if is_compact(item):
-        value[0] = compact_value(item)
+        if PY_VERSION_HEX < 0x030C0000:
+            value[0] = signed_size(item) * <long long>digits(item)[0]  # no branch on random signs
+        else:
+            value[0] = compact_value(item)
         return True
     if DIGIT_BITS == 30:
         n = digit_count(item)

@@ -102,9 +102,10 @@ cdef enum:
     MAX_DEPTH = 3200  # levels of nesting, each of at most 500 bytes of C stack
     BATCH = 1000  # items between two marks, which bounds the stack of the unpickler
     OUT_OF_BAND = 65536  # bytes; what is smaller costs less inside the program than as its own frame
-    MIN_FLOATS = 32  # items of a list that is worth a block; see docs for the measurement
-    MIN_BYTES = 16
-    MIN_INTS = 64
+    MIN_UINT8 = 12  # items of a list that is worth a block; docs/thresholds.md has the measurement
+    MIN_WIDE = 24
+    MIN_FLOATS = 48
+    MIN_OTHERS = 64
     MIN_REPEATS = 32
     SCRATCH = 4096  # bytes of a new buffer
     KEPT = 16777216  # bytes of the greatest buffer that is kept for the next dump
@@ -742,7 +743,7 @@ cdef class Writer:
         cdef bint remember = self.remembers(shared)
         if shared and self.got(obj):
             return 0
-        if n >= MIN_BYTES and self.saved_block(obj, n, False):
+        if n >= MIN_UINT8 and self.saved_block(obj, n, False):
             return self.memoize(obj) if remember else 0
         if not remember and 0 < n <= BATCH:
             self.put(b'(')
@@ -775,7 +776,7 @@ cdef class Writer:
             return self.put(b')')
         if shared and self.got(obj):
             return 0
-        if n >= MIN_BYTES and self.saved_block(obj, n, True):
+        if n >= MIN_UINT8 and self.saved_block(obj, n, True):
             return self.memoize(obj) if shared else 0
         if n > 3:
             self.put(b'(')
@@ -1446,9 +1447,11 @@ cdef inline void _put_double(unsigned char* out, double value) noexcept:
 
 cdef Py_ssize_t _enough(Kind kind) noexcept:
     """Return the number of items that are worth a block."""
-    if kind == FLOAT64:
-        return MIN_FLOATS
-    return MIN_BYTES if kind == UINT8 or kind == INT8 else MIN_INTS
+    if kind == UINT8:
+        return MIN_UINT8
+    if kind == INT64 or kind == UINT64:
+        return MIN_WIDE
+    return MIN_FLOATS if kind == FLOAT64 else MIN_OTHERS
 
 
 cdef unsigned char _format(Kind kind) noexcept:
