@@ -168,7 +168,7 @@ cdef class Writer:
     cdef object buffer_callback, find_reducer
     cdef object watch, override, table  # persistent_id, reducer_override, dispatch_table, or None
     cdef object cloud  # a cloudpickle.Pickler, whose globals functions share within a dump
-    cdef dict ways
+    cdef dict ways, reducers  # by class, for one dump
     cdef list sent
     cdef Py_ssize_t n_sent
 
@@ -206,7 +206,7 @@ cdef class Writer:
             raise
         finally:
             self.free_buffer()
-            self.sent = self.cloud = self.ways = None
+            self.sent = self.cloud = self.ways = self.reducers = None
 
     cdef int begin(self) except -1:
         self.depth = 0
@@ -1013,7 +1013,7 @@ cdef class Writer:
         if way == PLAIN_INSTANCE:
             return self.save_instance(obj, shared)
         if self.find_reducer is not None and cls is not &PyType_Type and cls is not &PyFunction_Type:
-            reducer = self.find_reducer(type(obj))
+            reducer = self.reducer(type(obj))
             if reducer is not None:
                 self.needs_full(reducer)
                 value = reducer(obj)
@@ -1033,6 +1033,16 @@ cdef class Writer:
             if way == STRUCTURAL and _is_plain(obj, value):
                 self.ways[type(obj)] = <int>PLAIN_INSTANCE
         return self.save_reduction(obj, value, shared)
+
+    cdef reducer(self, cls):
+        """Return what find_reducer answers for *cls*, asked once a dump."""
+        if self.reducers is None:
+            self.reducers = {}
+        try:
+            return self.reducers[cls]
+        except KeyError:
+            reducer = self.reducers[cls] = self.find_reducer(cls)
+            return reducer
 
     cdef int needs_full(self, function) except -1:
         """Before foreign Python code runs: it may hand out any part of what is written already."""
