@@ -625,7 +625,11 @@ class _Failed(Exception):
 def _failure(obj: Any, cause: BaseException, on_error: str) -> tuple[Header, Frames]:
     text = f"Could not serialize object of type {type(obj).__name__}"
     if on_error == "raise":
-        raise SerializationError(f"{text}: {type(cause).__name__}: {cause}") from cause
+        error = SerializationError(f"{text}: {type(cause).__name__}: {cause}")
+        try:
+            raise error from cause
+        finally:
+            error.__context__ = None  # it holds the object, and could not be pickled with the error
     trace = "".join(traceback.format_exception(cause))
     return {"serializer": "error"}, [text.encode(), trace[-TRACEBACK_LIMIT:].encode(errors="replace")]
 

@@ -394,6 +394,12 @@ def test_distributed_writes_what_fastser_leaves_to_pickle():
     assert codec.deserialize(header, frames).tolist() == [0, 1, 2]
 
 
+def test_on_error_may_be_none():
+    """As comm.ws has it."""
+    header, _ = codec.serialize(threading.Lock(), on_error=None)
+    assert header["serializer"] == "error"
+
+
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_pickle_protocol_of_the_context(protocol):
     x = np.arange(100_000.0), [1.5] * 100_000
@@ -460,6 +466,18 @@ def test_codecs_of_users_are_used():
         del compressions["mine"]
 
 
+def test_errors_can_travel_to_stock_processes():
+    with pytest.raises(TypeError, match="object of type lock") as info:
+        codec.serialize(threading.Lock(), on_error="raise")
+    assert type(info.value) is TypeError
+    assert info.value.__context__ is None  # tblib would pickle it
+    assert "pickle" in str(info.value.__cause__)
+    for error in (fastser.FrameError("a"), fastser.DispatchError("b"), fastser.SerializationError("c")):
+        data = codec.dumps_pickle([error])
+        assert str(error) in str(pickle.loads(data)[0])
+        assert type(pickle.loads(data)[0]).__module__ == "builtins"
+
+
 def test_allowed_imports():
     import dask
     from distributed.core import Status
@@ -502,6 +520,19 @@ def test_threads_only():
     assert fastser.dask.status()["state"] == "absent"  # a closed cluster wants nothing
     after = bound()
     assert [place for place in before if after[place] is not before[place]] == []
+
+
+def test_websockets():
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", protocol="ws://"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        fastser.dask.install(client)
+        x = {"k": [1.5] * 100_000, "a": np.arange(100_000)}
+        assert describe(client.submit(lambda x: x, x, pure=False).result(timeout=60)) == describe(x)
+        fastser.dask.uninstall(client)
 
 
 def test_asynchronous_client():

@@ -15,7 +15,7 @@ from fastser import _pickler, compression, core, dispatch
 from fastser import pickle as fast_pickle
 from fastser._message import Messages
 from fastser.dispatch import Family
-from fastser.errors import DispatchError, FrameError
+from fastser.errors import DispatchError, FrameError, SerializationError
 from fastser.wrappers import WRAPPERS, Frames, Header, Wrappers
 
 # The package attribute of this name is the function, which hides its module.
@@ -30,6 +30,7 @@ STOCK_FAMILIES = {
     "error": (None, stock.serialization_error_loads),
 }
 STOCK_COMPRESSIONS = dict(stock_compression.compressions)
+READABLE_ERRORS = {FrameError: ValueError, DispatchError: TypeError, SerializationError: TypeError}
 JOINED = {bytes, bytearray, memoryview, array}  # some transports split their one frame, or drop it if empty
 STOCK_HANDLERS = "distributed.protocol"  # the package of distributed's own handlers
 
@@ -132,6 +133,8 @@ class DaskCodec(core.Codec):
         }
         self.reducers.register(WRAPPERS.serialize, self._reduce_serialize)
         self.reducers.register(WRAPPERS.serialized, self._reduce_serialized)
+        for cls, builtin in READABLE_ERRORS.items():
+            self.reducers.register(cls, partial(_readable_error, builtin))
         self.messages = Messages(self)
 
     # ---- wrappers: those of fastser are as good as those of distributed
@@ -144,7 +147,15 @@ class DaskCodec(core.Codec):
         context: dict[str, Any] | None = None,
         iterate_collection: bool | None = None,
     ) -> tuple[Header, Frames]:
-        return super().serialize(adopted(x), serializers, on_error, context, iterate_collection)
+        # comm.ws says None
+        try:
+            return super().serialize(
+                adopted(x), serializers, on_error or "message", context, iterate_collection
+            )
+        except SerializationError as error:
+            failure = TypeError(*error.args)  # which may travel to where fastser cannot be imported
+            failure.__cause__ = error.__cause__
+        raise failure
 
     def encode_default(self, obj: Any) -> Any:
         mine = adopted(obj)
@@ -284,6 +295,11 @@ class DaskCodec(core.Codec):
     def loads_pickle(self, x: Any, *, buffers: Iterable[Any] = ()) -> Any:
         """Read what `dumps_pickle` or any pickler wrote."""
         return fast_pickle.loads(x, buffers=buffers)
+
+
+def _readable_error(builtin: type, error: Any) -> Any:
+    """Write an error of fastser as one that can be read where fastser cannot be imported."""
+    return builtin, (f"{type(error).__module__}.{type(error).__qualname__}: {error}",)
 
 
 def adopted(x: Any) -> Any:
