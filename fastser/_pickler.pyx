@@ -59,7 +59,7 @@ from fastser._lists cimport (
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
-        pass
+        unsigned int tp_version_tag
     PyTypeObject PyFloat_Type, PyLong_Type, PyBool_Type, PyUnicode_Type, PyBytes_Type, PyTuple_Type
     PyTypeObject PyList_Type, PyDict_Type, PySet_Type, PyFrozenSet_Type, PyByteArray_Type, PyType_Type
     PyTypeObject PyFunction_Type, PyPickleBuffer_Type
@@ -113,6 +113,7 @@ cdef enum:
     HEAD = 160  # bytes that are enough for the opcodes before the data of a block
     PENDING = -2  # in the memo: a tuple whose items are being written
     ABSENT = -1
+    MAX_WAYS = 4096  # classes; those made at run time must not pile up
     FIRST = 16  # slots of the memo inside the writer, enough for small objects
 
 cdef enum Known:  # globals that programs of blocks call
@@ -125,6 +126,7 @@ cdef enum Way:  # how the general objects of a class can be written
 HARMLESS = frozenset(
     [Enum.__reduce_ex__, Fraction.__reduce__, PurePath.__reduce__, UUID.__getstate__]
 )
+EXTENSIONS = copyreg._extension_registry
 OBJECT_REDUCE_EX = object.__reduce_ex__
 OBJECT_REDUCE = object.__reduce__
 OBJECT_GETSTATE = getattr(object, "__getstate__", None)
@@ -132,6 +134,7 @@ BY_VALUE_TABLES = tuple(cloudpickle.Pickler.dispatch_table.maps)
 BY_VALUE_MODULES = cloudpickle.list_registry_pickle_by_value
 
 find_reducer = reducers.find
+WAYS = {}  # class -> its version tag when it was judged, and how
 
 cdef unsigned char* spare = NULL  # the kept buffer, when no dump is using it
 cdef Py_ssize_t spare_size = 0
@@ -437,6 +440,7 @@ cdef class Writer:
         """
         cdef PyTypeObject* cls = type_of(obj)
         cdef unsigned char* out
+        cdef Entry* entry
         cdef Py_ssize_t n
         if self.size - self.pos < ATOM:
             self.grow(ATOM)
@@ -445,14 +449,18 @@ cdef class Writer:
             _put_double(out, float_value(obj))
             self.pos += 9
         elif cls is &PyUnicode_Type:
+            entry = NULL
             if refcount(obj) > 1 and not self.memoless:
-                n = self.memo_find(obj)
-                if n < 0 or n > 0xff:
+                entry = self.entry(obj)
+                if entry.key is not NULL:
+                    if entry.index > 0xff:
+                        return False
+                    out[0] = b'h'
+                    out[1] = <unsigned char>entry.index
+                    self.pos += 2
+                    return True
+                if self.used * 2 > self.mask:
                     return False
-                out[0] = b'h'
-                out[1] = <unsigned char>n
-                self.pos += 2
-                return True
             n = str_length(obj)
             if n > 0xff or not is_ascii(obj):
                 return False
@@ -460,6 +468,14 @@ cdef class Writer:
             out[1] = <unsigned char>n
             memmove(out + 2, str_data(obj), n)  # gcc makes a slow loop of a short memcpy
             self.pos += 2 + n
+            if entry is not NULL:
+                incref(obj)
+                entry.key = obj
+                entry.index = self.next_index
+                self.next_index += 1
+                self.used += 1
+                out[2 + n] = 0x94
+                self.pos += 1
         elif cls is &PyLong_Type:
             if not is_compact(obj):
                 return False
@@ -1009,7 +1025,9 @@ cdef class Writer:
             value = self.override(obj)
             if value is not NotImplemented:
                 return self.save_reduction(obj, value, shared)
-        way = self.way(type(obj))
+        if self.ways is None:
+            self.ways = {}
+        way = self.ways.get(type(obj), UNKNOWN)
         if way == PLAIN_INSTANCE:
             return self.save_instance(obj, shared)
         if self.find_reducer is not None and cls is not &PyType_Type and cls is not &PyFunction_Type:
@@ -1023,15 +1041,19 @@ cdef class Writer:
             return self.save_named(obj, shared)
         reduction = self.table_entry(obj, type(obj))
         if reduction is not None:
-            value = reduction(obj)
-        elif isinstance(obj, type):
+            return self.save_reduction(obj, reduction(obj), shared)
+        if isinstance(obj, type):
             return self.save_named(obj, shared)
-        else:
-            if way == FOREIGN and not self.full:
-                raise _Restart
-            value = _reduce(obj)
-            if way == STRUCTURAL and _is_plain(obj, value):
-                self.ways[type(obj)] = <int>PLAIN_INSTANCE
+        if way == UNKNOWN:
+            way = self.ways[type(obj)] = _way(type(obj))
+            if way == PLAIN_INSTANCE:
+                return self.save_instance(obj, shared)
+        if way == FOREIGN and not self.full:
+            raise _Restart
+        value = _reduce(obj)
+        if way == STRUCTURAL and _is_plain(obj, value):
+            self.ways[type(obj)] = <int>PLAIN_INSTANCE
+            _remember_way(type(obj), PLAIN_INSTANCE)
         return self.save_reduction(obj, value, shared)
 
     cdef reducer(self, cls):
@@ -1069,19 +1091,14 @@ cdef class Writer:
                 raise _Restart
         return entry
 
-    cdef int way(self, cls) except -1:
-        """Tell what the reduction of objects of *cls* may do."""
-        if self.ways is None:
-            self.ways = {}
-        way = self.ways.get(cls)
-        if way is None:
-            way = self.ways[cls] = _way(cls)
-        return way
-
     cdef int save_instance(self, obj, bint shared) except -1:
         """Write an instance that is its class and its __dict__, as object.__reduce_ex__ would."""
         cdef object state = obj.__dict__
         cdef bint own
+        if "__reduce_ex__" in state or "__reduce__" in state or "__getstate__" in state:
+            if not self.full:
+                raise _Restart
+            return self.save_reduction(obj, _reduce(obj), shared)
         self.save(<PyObject*>type_of(<PyObject*>obj), True)
         self.put2(b')', 0x81)
         if self.remembers(shared):
@@ -1101,6 +1118,8 @@ cdef class Writer:
             value = self.cloud.reducer_override(obj)
             if value is not NotImplemented:
                 return self.save_reduction(obj, value, shared)
+        elif self.by_value:
+            return self.put_reference(obj, obj.__module__, obj.__qualname__)
         for cls, value in SPECIAL_TYPES:
             if obj is cls:
                 return self.save_reduction(obj, (type, (value,)), shared)
@@ -1117,7 +1136,11 @@ cdef class Writer:
             raise PicklingError(
                 f"Can't pickle {obj!r}: it's not the same object as {module_name}.{name}"
             )
-        code = copyreg._extension_registry.get((module_name, name))
+        return self.put_reference(obj, module_name, name)
+
+    cdef int put_reference(self, obj, module_name, name) except -1:
+        """Write the module and the name of *obj*, or their code in the extension registry."""
+        code = EXTENSIONS.get((module_name, name)) if EXTENSIONS else None
         if code is not None:
             if code <= 0xff:
                 self.put2(0x82, code)
@@ -1196,16 +1219,17 @@ cdef class Writer:
             raise PicklingError(
                 f"sixth element of the tuple returned by __reduce__ must be a function, not {type(setter).__name__}"
             )
-        name = getattr(func, "__name__", "")
+        name = None if isinstance(func, type) else getattr(func, "__name__", None)
         if name == "__newobj__":
             self.save_newobj(obj, args, shared)
         elif name == "__newobj_ex__":
             self.save_newobj_ex(obj, args)
         else:
-            self.save(<PyObject*>func, True)
-            self.save_args(args)
+            self.save(parts[0], True)
+            # the reduction and this function hold it; who else does could hand it out
+            self.save(parts[1], refcount(parts[1]) > 2)
             self.put(b'R')
-        if self.remembers(shared):
+        if self.remembers(shared) or setter is not None:
             index = self.memo_find(<PyObject*>obj)
             if index >= 0:  # its own arguments lead back to it and wrote it already
                 self.put(b'0')
@@ -1218,22 +1242,19 @@ cdef class Writer:
             self.save_set_items(dict_items)
         if state is not None:
             if setter is None:
-                self.save(<PyObject*>state, True)
+                self.save(parts[2], refcount(parts[2]) > 2)
                 self.put(b'b')
             else:
-                self.save(<PyObject*>setter, True)
+                self.save(parts[5], True)
                 self.save(<PyObject*>obj, True)
-                self.save(<PyObject*>state, True)
+                self.save(parts[2], refcount(parts[2]) > 2)
                 self.put(0x86)
                 self.put2(b'R', b'0')
         return 0
 
-    cdef int save_args(self, args) except -1:
-        """Write the argument tuple of a call, which only its reduction value holds as a rule."""
-        return self.save(<PyObject*>args, True)
-
     cdef int save_newobj(self, obj, args, bint shared) except -1:
-        if not args:
+        cdef Py_ssize_t i, n = PyTuple_GET_SIZE(args)
+        if n == 0:
             raise PicklingError("__newobj__ arglist is empty")
         cls = args[0]
         if not hasattr(cls, "__new__"):
@@ -1241,8 +1262,11 @@ cdef class Writer:
         if obj is not None and getattr(obj, "__class__", None) is not cls:
             raise PicklingError("args[0] from __newobj__ args has the wrong class")
         self.save(<PyObject*>cls, True)
-        args = args[1:]
-        self.save_args(args)
+        if n > 4:
+            self.put(b'(')
+        for i in range(1, n):
+            self.save_item(PySequence_Fast_ITEMS(args)[i])
+        self.put(b')' if n == 1 else b't' if n > 4 else <unsigned char>(0x83 + n))
         return self.put(0x81)
 
     cdef int save_newobj_ex(self, obj, args) except -1:
@@ -1256,7 +1280,7 @@ cdef class Writer:
         if not isinstance(keywords, dict):
             raise PicklingError("third item from __newobj_ex__ argument tuple must be a dict")
         self.save(<PyObject*>cls, True)
-        self.save_args(positional)
+        self.save(<PyObject*>positional, True)
         self.save(<PyObject*>keywords, True)
         return self.put(0x92)
 
@@ -1501,24 +1525,35 @@ def _reduce(obj):
     return reduce()
 
 
-def _way(cls):
-    """Judge the reduction of objects of *cls* by who wrote it."""
-    reduce_ex = getattr(cls, "__reduce_ex__", None)
-    reduce = getattr(cls, "__reduce__", None)
-    getstate = getattr(cls, "__getstate__", None)
+cdef int _way(cls) except -1:
+    """Judge the reduction of objects of *cls* by who wrote it; kept as long as the class is not changed."""
+    cdef unsigned int tag = (<PyTypeObject*><PyObject*>cls).tp_version_tag
+    entry = WAYS.get(cls)
+    if entry is not None and tag != 0 and entry[0] == tag:
+        return entry[1]
+    way = <int>(FOREIGN if _is_foreign(cls) else STRUCTURAL)
+    _remember_way(cls, way)
+    return way
+
+
+cdef int _remember_way(cls, int way) except -1:
+    if len(WAYS) >= MAX_WAYS:
+        WAYS.clear()
+    WAYS[cls] = (<unsigned int>(<PyTypeObject*><PyObject*>cls).tp_version_tag, way)
+    return 0
+
+
+def _is_foreign(cls):
+    """Tell whether a reduction of *cls* may run Python code that hands out parts of other objects."""
     if cls.__module__.startswith("fastser."):
-        return <int>STRUCTURAL
+        return False
     if cls.__getattribute__ is not object.__getattribute__ or hasattr(cls, "__getattr__"):
-        return <int>FOREIGN
-    for function in (reduce_ex, reduce, getstate):
+        return True
+    for name in ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__"):
+        function = getattr(cls, name, None)
         if isinstance(function, FunctionType) and function not in HARMLESS:
-            return <int>FOREIGN
-    news = hasattr(cls, "__getnewargs_ex__") or hasattr(cls, "__getnewargs__")
-    if news:
-        for name in ("__getnewargs_ex__", "__getnewargs__"):
-            if isinstance(getattr(cls, name, None), FunctionType):
-                return <int>FOREIGN
-    return <int>STRUCTURAL
+            return True
+    return False
 
 
 def _is_plain(obj, value):
