@@ -478,6 +478,29 @@ def test_errors_can_travel_to_stock_processes():
         assert type(pickle.loads(data)[0]).__module__ == "builtins"
 
 
+def test_large_messages_are_written_in_a_thread(installed):
+    from distributed.comm.utils import OFFLOAD_THRESHOLD, to_frames
+
+    class Spy:
+        def __reduce__(self):
+            threads.append(threading.current_thread().name)
+            return int, (1,)
+
+    async def write(*others):
+        return await to_frames([ToPickle(Spy()), *others])
+
+    threads = []
+    small = {"a": [1.5, "x" * 1000, None], "b": Serialize(np.arange(100))}
+    assert distributed.protocol.loads(asyncio.run(write(small)))[1]["b"].tolist() == list(range(100))
+    large = np.random.default_rng(0).random(OFFLOAD_THRESHOLD // 8 + 1)
+    assert asyncio.run(write(Serialize(large)))[-1].nbytes > OFFLOAD_THRESHOLD
+    asyncio.run(write(*[{"k": "v" * 1000}] * (OFFLOAD_THRESHOLD // 1000 + 1)))
+    inner = threading.current_thread().name
+    assert threads[0] == inner
+    assert len(threads) == 3
+    assert all("ffload" in name for name in threads[1:])
+
+
 def test_allowed_imports():
     import dask
     from distributed.core import Status

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from fastser.dask import offloading
 from fastser.dask.codec import STOCK_FAMILIES, codec, stock
 
 
@@ -56,6 +57,7 @@ CLOSED_LIST = (
     ),
     Name(f"{PROTOCOL}.pickle", "dumps", "x buffer_callback protocol", codec.dumps_pickle),
     Name(f"{PROTOCOL}.pickle", "loads", "x buffers", codec.loads_pickle),
+    Name("distributed.comm.utils", "to_frames", "msg allow_offload kwargs", offloading.to_frames),
 )  # fmt: skip
 FAMILIES = ("dask", "pickle")  # registered instead, where the names are not as expected
 PACKAGES = ("distributed", "dask", "dask_cuda", "distributed_ucxx")  # whose copies of the names are found
