@@ -115,14 +115,14 @@ async def _status_cluster(client: Any, report: Any) -> dict[str, Any]:
 
 
 def _releaser() -> Any:
-    def release(dask_scheduler: Any = None) -> None:
+    def release(dask_scheduler: Any) -> None:  # by this name workers hand themselves over, too
         import sys
 
         module = sys.modules.get("fastser.dask.rebinding")
         if module is not None:
             module.rebinding.release("here")
-            if dask_scheduler is not None:
-                module.rebinding.release(dask_scheduler.id)
+            module.rebinding.release(dask_scheduler.id)
+            module.rebinding.bind_spill(getattr(dask_scheduler, "data", None))
 
     return release
 
