@@ -6,10 +6,13 @@ import copyreg
 import functools
 import importlib
 import pickle
+import reprlib
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pickle import PickleBuffer
+from types import ModuleType
 from typing import Any, Literal
 
 import msgpack
@@ -21,6 +24,7 @@ from fastser.errors import DispatchError, FrameError, SerializationError
 from fastser.wrappers import COLLECTIONS, WRAPPERS, Frames, Header, Wrappers, msgpack_exact, travels_apart
 
 IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program than as its own frame
+CULPRIT_SECONDS = 1.0
 TRACEBACK_LIMIT = 100_000  # characters of a traceback that travel in an error frame
 DEFAULT_SERIALIZERS = ("dask", "pickle")
 ALLOWED_IMPORTS = frozenset({"dask", "distributed", "fastser"})
@@ -124,9 +128,9 @@ class Codec:
                 return self._serialize_apart(x, serializers, on_error, context)
             return self._serialize_whole(x, serializers, context)
         except _Failed as failed:
-            return _failure(failed.obj, failed.cause, on_error)
+            return self._failure(failed.obj, failed.cause, on_error)
         except RecursionError as error:
-            return _failure(x, error, on_error)
+            return self._failure(x, error, on_error)
 
     def _iterates(self, x: Any, wish: bool | None, serializers: Collection[str]) -> bool:
         apart = travels_apart(x, serializers) if wish is None else wish
@@ -183,6 +187,45 @@ class Codec:
             raise _Failed(x, refusal or DispatchError(f"none of the families {list(serializers)} takes it"))
         finally:
             refusal = None  # its traceback holds this frame: no cycle shall keep the frames alive
+
+    def _failure(self, obj: Any, cause: BaseException, on_error: str) -> tuple[Header, Frames]:
+        text = f"Could not serialize object of type {type(obj).__name__}"
+        if not isinstance(cause, (RecursionError, MemoryError)):
+            path, culprit = self.find_culprit(obj)
+            if path:
+                text += f", because of x{path} of type {type(culprit).__name__}"
+        if on_error == "raise":
+            raise SerializationError(f"{text}: {type(cause).__name__}: {cause}") from cause
+        trace = "".join(traceback.format_exception(cause))
+        return {"serializer": "error"}, [text.encode(errors="replace"), trace[-TRACEBACK_LIMIT:].encode(errors="replace")]
+
+    def find_culprit(self, x: Any) -> tuple[str, Any]:
+        """Return the innermost member of *x* that cannot be pickled, and the path to it.
+
+        The path is empty if *x* itself is to blame.  The search tries the members one by one, for about
+        `CULPRIT_SECONDS` at most.
+        """
+        deadline = time.monotonic() + CULPRIT_SECONDS
+        path = ""
+        seen = {id(x)}
+        while True:
+            for step, member in _members(x):
+                if time.monotonic() > deadline:
+                    return path, x
+                if id(member) not in seen and not self._is_picklable(member):
+                    seen.add(id(member))
+                    path += step
+                    x = member
+                    break
+            else:
+                return path, x
+
+    def _is_picklable(self, x: Any) -> bool:
+        try:
+            _pickler.dumps(x, buffer_callback=_apart, find_reducer=self.find_any_reducer)
+        except Exception:  # whatever a reduction raises
+            return False
+        return True
 
     def _family(self, name: Any) -> tuple[Any, Any, bool]:
         try:
@@ -622,16 +665,24 @@ class _Failed(Exception):
         self.cause = cause
 
 
-def _failure(obj: Any, cause: BaseException, on_error: str) -> tuple[Header, Frames]:
-    text = f"Could not serialize object of type {type(obj).__name__}"
-    if on_error == "raise":
-        error = SerializationError(f"{text}: {type(cause).__name__}: {cause}")
-        try:
-            raise error from cause
-        finally:
-            error.__context__ = None  # it holds the object, and could not be pickled with the error
-    trace = "".join(traceback.format_exception(cause))
-    return {"serializer": "error"}, [text.encode(), trace[-TRACEBACK_LIMIT:].encode(errors="replace")]
+def _apart(buffer: PickleBuffer) -> bool:
+    """Let a buffer travel out-of-band, to nowhere."""
+    return False
+
+
+def _members(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what *x* holds, each with the text that would follow *x* to reach it."""
+    if isinstance(x, (list, tuple)):
+        yield from ((f"[{i}]", item) for i, item in enumerate(x))
+    elif isinstance(x, dict):
+        for key, value in x.items():
+            text = reprlib.repr(key)
+            yield f"[{text}]", value
+            yield f", key {text}", key
+    elif isinstance(x, (set, frozenset)):
+        yield from ((f", member {reprlib.repr(item)}", item) for item in x)
+    if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, (type, ModuleType)):
+        yield from ((f".{name}", value) for name, value in x.__dict__.items())
 
 
 def _merged(header: Header, frames: Frames) -> Frames:
