@@ -147,7 +147,7 @@ def _stamp(obj: object) -> list[Any] | None:
             if names is not None:
                 stamp += names
                 continue
-            if cls is not FunctionType:
+            if cls is not FunctionType or type(x.__module__) is not str:  # cloudpickle searches its module
                 return None
             parts = _function_parts(x)
         elif cls is tuple or cls is frozenset:
@@ -310,7 +310,9 @@ def loads_function(data: Any) -> Callable[..., Any]:
     if not callable(func):
         raise FrameError(f"expected the pickle of a callable, got one of {type(func).__name__}")
     by_reference = type(func) in REFERABLE and _reference(func) is not None
-    return _loaded.put(data, (func, by_reference), len(data), replace=by_reference)[0]  # type: ignore[no-any-return]
+    # what another thread loaded meanwhile stays, but not what was found stale
+    replace = by_reference or kept is not None
+    return _loaded.put(data, (func, by_reference), len(data), replace)[0]  # type: ignore[no-any-return]
 
 
 # ---- kinds of tasks
@@ -723,7 +725,7 @@ class Tasks:
         ----------
         dumped : dict or object
             A dict may hold arguments that are loaded already.  What was marked as a whole may come as
-            the mark, as `Serialized`, or as the task itself; it is run by `execute_task`.
+            the mark, as `Serialized`, or as the task itself, unless that is a dict; `execute_task` runs it.
 
         Raises
         ------
@@ -799,6 +801,8 @@ class Tasks:
         ------
         FrameError
             If header and frames do not fit each other, or do not hold a task.
+        ImportError
+            If the task is one of dask, which is not installed here.
         """
         form = header.get("form")
         if form not in FORMS:
