@@ -24,6 +24,7 @@ from fastser.dispatch import (
 )
 from fastser.errors import DispatchError, FastserError, FrameError, SerializationError
 from fastser.handlers.objects import register_generic
+from fastser.tasks import dumps_function, dumps_task, loads_function, loads_task, warn_dumps
 from fastser.wrappers import Pickled, Serialize, Serialized, ToPickle, to_serialize
 
 __version__ = "0.1.0"

@@ -119,31 +119,52 @@ class Codec:
             raise ValueError(f"on_error must be 'message' or 'raise', got {on_error!r}")
         if serializers is None:
             serializers = DEFAULT_SERIALIZERS
-        while isinstance(x, self.wrappers.serialize):
-            x = x.data  # type: ignore[attr-defined]
-        if isinstance(x, self.wrappers.serialized):
-            return dict(x.header), list(x.frames)  # type: ignore[attr-defined]
         try:
-            if type(x) in COLLECTIONS and self._iterates(x, iterate_collection, serializers):
-                return self._serialize_apart(x, serializers, on_error, context)
-            return self._serialize_whole(x, serializers, context)
-        except _Failed as failed:
-            return self._failure(failed.obj, failed.cause, on_error)
+            return self._serialize(x, serializers, on_error, context, iterate_collection)
         except RecursionError as error:
             return self._failure(x, error, on_error)
 
+    def _serialize(
+        self, x: Any, serializers: Collection[str], on_error: str, context: Any, iterate_collection: bool | None
+    ) -> tuple[Header, Frames]:
+        while isinstance(x, self.wrappers.serialize):
+            x = x.data
+        if isinstance(x, self.wrappers.serialized):
+            return dict(x.header), list(x.frames)
+        try:
+            if type(x) in COLLECTIONS and self._iterates(x, iterate_collection, serializers):
+                return self._serialize_apart(x, serializers, on_error, context)
+            try:
+                return self._serialize_whole(x, serializers, context)
+            except _Failed as failed:
+                refused = isinstance(failed.cause, NotImplementedError)
+                if not refused or iterate_collection is not None or not self._is_divisible(x):
+                    raise
+            return self._serialize_apart(x, serializers, on_error, context)  # no family takes it as one
+        except _Failed as failed:
+            return self._failure(failed.obj, failed.cause, on_error)
+
     def _iterates(self, x: Any, wish: bool | None, serializers: Collection[str]) -> bool:
         apart = travels_apart(x, serializers) if wish is None else wish
-        # A key must survive msgpack, which carries the headers; other dicts cannot be taken apart.
-        return bool(apart) and (type(x) is not dict or all(map(msgpack_exact, x)))
+        return bool(apart) and self._is_divisible(x)
+
+    def _is_divisible(self, x: Any) -> bool:
+        """Tell whether *x* is a collection whose elements can have headers of their own.
+
+        The keys of a dict must survive msgpack, which carries the headers.
+        """
+        return type(x) in COLLECTIONS and (type(x) is not dict or all(map(msgpack_exact, x)))
 
     def _serialize_apart(
         self, x: Any, serializers: Collection[str], on_error: Any, context: Any
     ) -> tuple[Header, Frames]:
         is_dict = type(x) is dict
-        sub_headers, frames, lengths, compressions = [], [], [], []
+        sub_headers: list[Header] = []
+        frames: Frames = []
+        lengths: list[int] = []
+        compressions: list[Any] = []
         for key, element in x.items() if is_dict else ((None, element) for element in x):
-            sub_header, sub_frames = self.serialize(element, serializers, on_error, context)
+            sub_header, sub_frames = self._serialize(element, serializers, on_error, context, None)
             if "split-num-sub-frames" in sub_header:  # a Serialized that travelled already
                 sub_header, sub_frames = self._joined(sub_header, sub_frames)
             if is_dict:
@@ -196,8 +217,8 @@ class Codec:
                 text += f", because of x{path} of type {type(culprit).__name__}"
         if on_error == "raise":
             raise SerializationError(f"{text}: {type(cause).__name__}: {cause}") from cause
-        trace = "".join(traceback.format_exception(cause))
-        return {"serializer": "error"}, [text.encode(errors="replace"), trace[-TRACEBACK_LIMIT:].encode(errors="replace")]
+        trace = "".join(traceback.format_exception(cause))[-TRACEBACK_LIMIT:]
+        return {"serializer": "error"}, [part.encode(errors="replace") for part in (text, trace)]
 
     def find_culprit(self, x: Any) -> tuple[str, Any]:
         """Return the innermost member of *x* that cannot be pickled, and the path to it.
@@ -303,11 +324,10 @@ class Codec:
     ) -> Any:
         sub_headers = _field(header, "sub-headers", (list, tuple))
         lengths = _field(header, "frame-lengths", (list, tuple))
-        cls = COLLECTION_NAMES.get(_field(header, "type-serialized", (str,)))
+        name = _field(header, "type-serialized", (str,))
+        cls: Any = COLLECTION_NAMES.get(name)
         if cls is None:
-            raise FrameError(
-                f"type-serialized: expected one of {list(COLLECTION_NAMES)}, got {header['type-serialized']!r}"
-            )
+            raise FrameError(f"type-serialized: expected one of {list(COLLECTION_NAMES)}, got {name!r}")
         if len(sub_headers) != len(lengths):
             raise FrameError(f"{len(sub_headers)} sub-headers, but {len(lengths)} frame-lengths")
         if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(frames):
@@ -470,7 +490,8 @@ class Codec:
 
     def pack_header(self, header: Header) -> bytes:
         """Turn a header into msgpack; sets and allowed enums are marked as distributed marks them."""
-        return msgpack.packb(header, default=self.encode_default, use_bin_type=True)
+        packed: bytes = msgpack.packb(header, default=self.encode_default, use_bin_type=True)
+        return packed
 
     def unpack_header(self, data: Any) -> Any:
         """Read a header from msgpack; raise FrameError if it is none."""
@@ -626,10 +647,11 @@ class Codec:
             reader = self.dask_deserialize.dispatch(cls)
         except TypeError:
             return None
+        wants_context = has_keyword(handler, "context")
 
         def reduce(obj: Any) -> Any:
             try:
-                header, frames = handler(obj, context=None) if has_keyword(handler, "context") else handler(obj)
+                header, frames = handler(obj, context=None) if wants_context else handler(obj)
             except NotImplementedError:
                 return NotImplemented
             return reader, (header, [_viewed(frame) for frame in frames])
@@ -645,7 +667,8 @@ class Codec:
         buffers = [PickleBuffer(frame) for frame in frames]
         if header.get("serializer") == "pickle" and len(buffers) == len(header.get("writeable", ())) + 1:
             # stock Python can run it: functools.partial(pickle.loads, buffers=...)(program)
-            loads = Call(copyreg.__newobj_ex__, functools.partial, (pickle.loads,), {"buffers": buffers[1:]})
+            newobj_ex = copyreg.__newobj_ex__  # type: ignore[attr-defined]
+            loads = Call(newobj_ex, functools.partial, (pickle.loads,), {"buffers": buffers[1:]})
             return loads, (buffers[0],)
         return self.deserialize_reference(), (header, buffers)
 

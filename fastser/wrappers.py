@@ -109,10 +109,10 @@ class Pickled(_Framed):
 class Wrappers(NamedTuple):
     """The wrapper classes that one codec knows; distributed's own in a cluster."""
 
-    serialize: type
-    serialized: type
-    to_pickle: type
-    pickled: type
+    serialize: Any
+    serialized: Any
+    to_pickle: Any
+    pickled: Any
 
 
 WRAPPERS = Wrappers(Serialize, Serialized, ToPickle, Pickled)
@@ -122,7 +122,7 @@ DEVICE_MODULES = frozenset({"cudf", "cuml", "cupy", "cupyx", "dask_cudf", "numba
 SCAN_BUDGET = 10_000  # objects that the deciding scan looks at before it stops looking
 
 
-def msgpack_exact(x: object) -> bool:
+def msgpack_exact(x: Any) -> bool:
     """Tell whether msgpack gives back *x* with the same types, lists arriving as tuples.
 
     Examples
@@ -134,13 +134,13 @@ def msgpack_exact(x: object) -> bool:
     if x is None or typ is bool or typ is float or typ is bytes:
         return True
     if typ is int:
-        return -(2**63) <= x < 2**64  # type: ignore[operator]
+        return -(2**63) <= x < 2**64
     if typ is str:
-        return x.isascii() or _encodes(x)  # type: ignore[attr-defined]
+        return x.isascii() or _encodes(x)
     if typ is tuple:
-        return all(map(msgpack_exact, x))  # type: ignore[call-overload]
+        return all(map(msgpack_exact, x))
     if typ is dict:
-        return all(msgpack_exact(k) and msgpack_exact(v) for k, v in x.items())  # type: ignore[attr-defined]
+        return all(msgpack_exact(k) and msgpack_exact(v) for k, v in x.items())
     return False
 
 
@@ -161,13 +161,14 @@ def is_device_type(cls: type) -> bool:
 def travels_apart(x: object, serializers: Collection[str]) -> bool:
     """Decide whether each element of the collection *x* needs a header and frames of its own.
 
-    One program holds everything that host memory holds, so the answer is no unless the allowed
-    *serializers* leave no pickle and msgpack would change a type, or a leaf lives on a device.
-    At most `SCAN_BUDGET` objects are looked at, and none while no library for devices is loaded.
+    One program holds everything that host memory holds, so the answer is no unless a leaf lives on a
+    device, or msgpack instead of pickle would change a type.  Where no family takes the collection as one,
+    its elements are tried apart too, but that is seen only then.  At most `SCAN_BUDGET` objects are looked
+    at, and none while no library for devices is loaded.
     """
     if "pickle" not in serializers:
-        return not msgpack_exact(x) if "msgpack" in serializers else True
-    return not sys.modules.keys().isdisjoint(DEVICE_MODULES) and _holds_device(x)
+        return "msgpack" in serializers and not msgpack_exact(x)
+    return not DEVICE_MODULES.isdisjoint(sys.modules) and _holds_device(x)
 
 
 def _holds_device(x: Any) -> bool:
