@@ -125,20 +125,20 @@ class Codec:
             return self._failure(x, error, on_error)
 
     def _serialize(
-        self, x: Any, serializers: Collection[str], on_error: str, context: Any, iterate_collection: bool | None
+        self, x: Any, serializers: Collection[str], on_error: str, context: Any, iterate: bool | None
     ) -> tuple[Header, Frames]:
         while isinstance(x, self.wrappers.serialize):
             x = x.data
         if isinstance(x, self.wrappers.serialized):
             return dict(x.header), list(x.frames)
         try:
-            if type(x) in COLLECTIONS and self._iterates(x, iterate_collection, serializers):
+            if type(x) in COLLECTIONS and self._iterates(x, iterate, serializers):
                 return self._serialize_apart(x, serializers, on_error, context)
             try:
                 return self._serialize_whole(x, serializers, context)
             except _Failed as failed:
                 refused = isinstance(failed.cause, NotImplementedError)
-                if not refused or iterate_collection is not None or not self._is_divisible(x):
+                if not refused or iterate is not None or not self._is_divisible(x):
                     raise
             return self._serialize_apart(x, serializers, on_error, context)  # no family takes it as one
         except _Failed as failed:

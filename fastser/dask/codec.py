@@ -139,6 +139,22 @@ class DaskCodec(core.Codec):
 
     # ---- wrappers: those of fastser are as good as those of distributed
 
+    def serialize(
+        self,
+        x: object,
+        serializers: Any = None,
+        on_error: Any = "message",
+        context: dict[str, Any] | None = None,
+        iterate_collection: bool | None = None,
+    ) -> tuple[Header, Frames]:
+        # comm.ws says None
+        try:
+            return super().serialize(x, serializers, on_error or "message", context, iterate_collection)
+        except SerializationError as error:
+            failure = TypeError(*error.args)  # which may travel to where fastser cannot be imported
+            failure.__cause__ = error.__cause__
+        raise failure
+
     def _serialize(self, x: Any, *args: Any) -> tuple[Header, Frames]:
         return super()._serialize(adopted(x), *args)
 
