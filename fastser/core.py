@@ -579,21 +579,20 @@ class Codec:
     def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
         """Compile *x* to a program and buffers.
 
-        If that fails, a second try lets every handler of the dask family write what is inside of *x*.
+        It is protocol 5 whatever ``context["pickle-protocol"]`` says: schedulers ask for 4 on the
+        connections that carry results, as a heritage, and every process of a cluster reads 5.  If that fails, a second try lets every handler of the dask family write what is inside of *x*.
         """
         try:
-            return self._compile(x, context, self.find_reducer)
+            return self._compile(x, self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
             try:
-                return self._compile(x, context, self.find_any_reducer)
+                return self._compile(x, self.find_any_reducer)
             except Exception:
                 raise error from None
 
-    def _compile(
-        self, x: object, context: dict[str, Any] | None, find_reducer: Callable[[type], Any]
-    ) -> tuple[Header, Frames]:
+    def _compile(self, x: object, find_reducer: Callable[[type], Any]) -> tuple[Header, Frames]:
         frames: Frames = [None]
         writeable: list[bool] = []
 
@@ -605,10 +604,7 @@ class Codec:
             writeable.append(not view.readonly)
             return False
 
-        protocol = (context.get("pickle-protocol") if context else None) or fast_pickle.HIGHEST_PROTOCOL
-        frames[0] = _pickler.dumps(
-            x, protocol, buffer_callback=keep if protocol >= 5 else None, find_reducer=find_reducer
-        )
+        frames[0] = _pickler.dumps(x, buffer_callback=keep, find_reducer=find_reducer)
         return {"serializer": "pickle", "writeable": tuple(writeable)}, frames
 
     def pickle_loads(self, header: Header, frames: Frames) -> Any:

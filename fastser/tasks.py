@@ -787,11 +787,11 @@ class Tasks:
             state, func = _taken_apart(x)
             rest, form = (cls, state), "node"
         elif isinstance(x, _spec("GraphNode")):
-            header, frames = self._compile(x, context)
+            header, frames = self._compile(x)
             return {**header, "serializer": "task", "form": "whole"}, frames
         else:
             raise DispatchError(f"not a task: {cls.__name__}")
-        header, frames = self._compile(rest, context)
+        header, frames = self._compile(rest)
         return {**header, "serializer": "task", "form": form}, [self.dumps_function(func), *frames]
 
     def task_loads(self, header: Header, frames: Frames) -> Any:
@@ -825,12 +825,10 @@ class Tasks:
             return apply, func, *rest
         return func, *rest
 
-    def _compile(self, x: object, context: dict[str, Any] | None) -> tuple[Header, Frames]:
+    def _compile(self, x: object) -> tuple[Header, Frames]:
         def dump(find: Callable[[type], Any]) -> Any:
             task = _spec("Task")
-            return self.codec._compile(
-                x, context, lambda cls: self._reduce_node if cls is task else find(cls)
-            )
+            return self.codec._compile(x, lambda cls: self._reduce_node if cls is task else find(cls))
 
         header, frames = self._twice(dump)
         return header, frames
