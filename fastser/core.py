@@ -473,7 +473,7 @@ class Codec:
         >>> deserialize_bytes(b"")
         Traceback (most recent call last):
         ...
-        fastser.errors.FrameError: need 8 bytes, 0 left at offset 0
+        fastser.errors.FrameError: prelude at byte offset 0: expected 8 bytes, found 0
         """
         parts = _frames.unpack_frames(b)
         if not parts:

@@ -766,7 +766,7 @@ class Tasks:
 
     # ---- the family
 
-    def task_dumps(self, x: Any, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
+    def task_dumps(self, x: Any) -> tuple[Header, Frames]:
         """Write a task: its function by `dumps_function`, the rest as a program and buffers.
 
         Frame 0 is the function, frame 1 the program, then come buffers; a dask task other than ``Task``
