@@ -653,26 +653,33 @@ cdef class Writer:
         """Write a large bytes or bytearray as a call on an out-of-band buffer, if there is a way out."""
         if n < OUT_OF_BAND or self.buffer_callback is None or self.memoless:
             return False
-        if self.in_band(<object>obj, PickleBuffer(<object>obj)):
+        if self.in_band(PickleBuffer(<object>obj)):
             return False
         self.put_known(known)
         self.put(0x97)
         self.put2(0x85, b'R')
         return True
 
-    cdef bint in_band(self, source, buffer) except -1:
-        """Ask where *buffer* shall go; after a restart the answers are those given before."""
+    cdef bint in_band(self, buffer) except -1:
+        """Ask where *buffer* shall go.
+
+        A dump that starts over meets the same buffers in the same order, if as other objects: a reduction
+        may make new ones, of the same bytes.  It goes by the answers it had.
+        """
+        cdef Py_ssize_t nbytes = PyPickleBuffer_GetBuffer(buffer).len
         cdef Py_ssize_t n = self.n_sent
         if self.buffer_callback is None:
             return True
         self.n_sent += 1
         if self.sent is None:
             self.sent = []
-        if n < len(self.sent) and self.sent[n][0] is source:
-            return self.sent[n][1]
+        if n < len(self.sent):
+            known_nbytes, answer = self.sent[n]
+            if known_nbytes != nbytes:
+                raise RuntimeError("an object changed while it was pickled")
+            return answer
         answer = bool(self.buffer_callback(buffer))
-        del self.sent[n:]
-        self.sent.append((source, answer))
+        self.sent.append((nbytes, answer))
         return answer
 
     cdef int put_known(self, int known) except -1:
@@ -971,7 +978,7 @@ cdef class Writer:
         # bytes, since a program casts them; not memoryviews, which CPython 3.11 may crash on in garbage cycles
         data = array.view("u1")
         data.flags.writeable = False
-        in_band = self.in_band(obj, PickleBuffer(data))
+        in_band = self.in_band(PickleBuffer(data))
         self.put_block_head(kind, n, is_tuple)
         if in_band:
             self.put_view(data)
@@ -1164,7 +1171,7 @@ cdef class Writer:
         cdef bint in_band
         if view.suboffsets is not NULL or not PyBuffer_IsContiguous(view, b'A'):
             raise PicklingError("PickleBuffer can not be pickled when pointing to a non-contiguous buffer")
-        in_band = self.in_band(obj, obj)
+        in_band = self.in_band(obj)
         view = PyPickleBuffer_GetBuffer(obj)  # the callback may have released it
         if not in_band:
             self.put(0x97)
