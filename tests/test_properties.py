@@ -22,9 +22,26 @@ GROWING = ("list", "dict", "set", "plain", "slotted", "listkind", "dictkind")
 MADE = ("tuple", "frozenset", "peek", "peekstate", "peekitems", "sharedtuple")
 SPECIAL = st.sampled_from(
     [0, 1, -1, 255, 256, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**30]
-    + [True, False, None, 0.0, -0.0, 1.0, float("inf"), "", "a", "\udcff", "é" * 3, "ab" * 200, b"", b"x" * 300]
+    + [
+        True,
+        False,
+        None,
+        0.0,
+        -0.0,
+        1.0,
+        float("inf"),
+        "",
+        "a",
+        "\udcff",
+        "é" * 3,
+        "ab" * 200,
+        b"",
+        b"x" * 300,
+    ]
 )
-ATOMS = SPECIAL | st.integers() | st.text(max_size=5) | st.binary(max_size=5) | st.floats() | st.complex_numbers()
+ATOMS = (
+    SPECIAL | st.integers() | st.text(max_size=5) | st.binary(max_size=5) | st.floats() | st.complex_numbers()
+)
 
 
 @st.composite
@@ -267,7 +284,9 @@ def test_long_lists_of_one_width(values: list[int], rng: random.Random) -> None:
             check(tuple(x), through_buffers(tuple(x)))
 
 
-keys = st.integers() | st.text() | st.binary(max_size=9) | st.none() | st.booleans() | st.floats(allow_nan=False)
+keys = (
+    st.integers() | st.text() | st.binary(max_size=9) | st.none() | st.booleans() | st.floats(allow_nan=False)
+)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4),
@@ -282,16 +301,22 @@ def test_messages_come_back_as_they_were(msg: Any) -> None:
 
 
 wild = st.recursive(
-    st.integers() | st.text(st.characters()) | st.sampled_from(["__Set__", "__Serialized__", "\udc80", 2**70]),
-    lambda inner: st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(
-        st.sampled_from(["__Serialized__", "__Pickled__", "__Set__", "__Enum__", "as-list", "a", "\udcff"])
-        | st.integers(-(2**70), 2**70),
-        inner,
-        max_size=3,
-    )
-    | st.sets(st.integers() | st.text(st.characters(), max_size=2), max_size=3)
-    | inner.map(fastser.to_serialize),
+    st.integers()
+    | st.text(st.characters())
+    | st.sampled_from(["__Set__", "__Serialized__", "\udc80", 2**70]),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.sampled_from(
+                ["__Serialized__", "__Pickled__", "__Set__", "__Enum__", "as-list", "a", "\udcff"]
+            )
+            | st.integers(-(2**70), 2**70),
+            inner,
+            max_size=3,
+        )
+        | st.sets(st.integers() | st.text(st.characters(), max_size=2), max_size=3)
+        | inner.map(fastser.to_serialize)
+    ),
     max_leaves=15,
 )
 
