@@ -759,9 +759,9 @@ class Tasks:
     def _unwrapped(self, x: Any) -> Any:
         wrappers = self.codec.wrappers
         while isinstance(x, wrappers.serialize):
-            x = x.data  # type: ignore[attr-defined]
+            x = x.data
         if isinstance(x, wrappers.serialized):
-            return self.codec.deserialize(x.header, x.frames)  # type: ignore[attr-defined]
+            return self.codec.deserialize(x.header, x.frames)
         return x
 
     # ---- the family

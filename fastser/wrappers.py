@@ -134,7 +134,7 @@ def msgpack_exact(x: Any) -> bool:
     if x is None or typ is bool or typ is float or typ is bytes:
         return True
     if typ is int:
-        return -(2**63) <= x < 2**64
+        return bool(-(2**63) <= x < 2**64)
     if typ is str:
         return x.isascii() or _encodes(x)
     if typ is tuple:
