@@ -1,4 +1,4 @@
-"""Object graphs: classes with every kind of reduction, and a comparison that sees types, bits and identity."""
+"""Object graphs: classes with every kind of reduction, a comparison that sees types, bits and identity."""
 
 from __future__ import annotations
 

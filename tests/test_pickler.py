@@ -272,7 +272,6 @@ def test_a_reduction_in_the_dict_of_the_instance_may_hand_out_parts() -> None:
     x: list[Any] = [[[]], Local()]
     source = x[0]
     x[1].__reduce_ex__ = lambda protocol: (list, ([source[0]],))
-    del source
     r = trip(x)
     assert r[1][0] is r[0][0]
 
@@ -333,7 +332,7 @@ def test_frozenset_that_holds_itself_through_an_instance() -> None:
     "make",
     [
         lambda n: b"x" * n,
-        lambda n: bytearray(n),
+        bytearray,
         lambda n: [0.5 * i for i in range(n // 8)] + [1.5] * (n % 8 > 0),
         lambda n: list(range(250)) * (n // 250) + [1] * (n % 250),
         lambda n: tuple(i * 2**40 for i in range(-(-n // 8))),
