@@ -579,8 +579,9 @@ class Codec:
     def pickle_dumps(self, x: object, context: dict[str, Any] | None = None) -> tuple[Header, Frames]:
         """Compile *x* to a program and buffers.
 
-        It is protocol 5 whatever ``context["pickle-protocol"]`` says: schedulers ask for 4 on the
-        connections that carry results, as a heritage, and every process of a cluster reads 5.  If that fails, a second try lets every handler of the dask family write what is inside of *x*.
+        It is protocol 5 whatever ``context["pickle-protocol"]`` says: schedulers ask for 4 on the connections
+        that carry results, as a heritage, and every process of a cluster reads 5.  If that fails, a second
+        try lets every handler of the dask family write what is inside of *x*.
         """
         try:
             return self._compile(x, self.find_reducer)
