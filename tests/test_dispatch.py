@@ -183,7 +183,7 @@ def test_an_unknown_family_is_named() -> None:
 
 
 def test_register_serialization_wants_a_type() -> None:
-    with pytest.raises(TypeError, match="cls must be a type, got 'module.Name'.*register_lazy"):
+    with pytest.raises(TypeError, match=r"cls must be a type, got 'module.Name'.*register_lazy"):
         fastser.register_serialization("module.Name", len, len)  # type: ignore[arg-type]
 
 

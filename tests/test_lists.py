@@ -82,8 +82,8 @@ def test_the_narrowest_width_that_holds_all(name: str, make: Any, size: int) -> 
 
 @pytest.mark.parametrize(
     "stranger",
-    [True, 1, 1.0, None, "1", Number(1), Real(1), Colour.RED, np.int64(1), np.float64(1), np.bool_(True), 2**64,
-     -(2**63) - 1, -(10**40), [1], 1j],
+    [True, 1, 1.0, None, "1", Number(1), Real(1), Colour.RED, np.int64(1), np.float64(1), np.bool_(True),
+     2**64, -(2**63) - 1, -(10**40), [1], 1j],
 )  # fmt: skip
 def test_one_stranger_anywhere_makes_it_nobodys(stranger: Any) -> None:
     for base in ([0.5, 1.5] * 40, [2, 3] * 40, [True, False] * 40, [300, -5] * 40, [2**63, 5] * 40):
