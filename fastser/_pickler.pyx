@@ -133,6 +133,7 @@ OBJECT_GETSTATE = getattr(object, "__getstate__", None)
 BY_VALUE_TABLES = tuple(cloudpickle.Pickler.dispatch_table.maps)
 BY_VALUE_MODULES = cloudpickle.list_registry_pickle_by_value
 
+NOTHING = object()  # where None would be a value
 find_reducer = reducers.find
 WAYS = {}  # class -> its version tag when it was judged, and how
 
@@ -169,7 +170,8 @@ cdef class Writer:
     cdef bint watched  # each object is offered to *watch* first
     cdef bint by_value
     cdef object buffer_callback, find_reducer
-    cdef object watch, override, table  # persistent_id, reducer_override, dispatch_table, or None
+    cdef object watch  # persistent_id, or None
+    cdef object override, table  # reducer_override and dispatch_table, or NOTHING
     cdef object cloud  # a cloudpickle.Pickler, whose globals functions share within a dump
     cdef dict ways, reducers  # by class, for one dump
     cdef list sent
@@ -180,6 +182,7 @@ cdef class Writer:
         self.big = NULL
         self.pos = self.size = 0
         self.empty_memo()
+        self.override = self.table = NOTHING
 
     def __dealloc__(self):
         self.free_buffer()
@@ -1028,7 +1031,7 @@ cdef class Writer:
             return self.save_buffer(obj, shared)
         if ptr is ellipsis or ptr is not_implemented:
             return self.save_global(obj, "Ellipsis" if ptr is ellipsis else "NotImplemented")
-        if self.override is not None:
+        if self.override is not NOTHING:
             value = self.override(obj)
             if value is not NotImplemented:
                 return self.save_reduction(obj, value, shared)
@@ -1047,7 +1050,7 @@ cdef class Writer:
         if cls is &PyFunction_Type or cls is &PyType_Type:
             return self.save_named(obj, shared)
         reduction = self.table_entry(obj, type(obj))
-        if reduction is not None:
+        if reduction is not NOTHING:
             return self.save_reduction(obj, reduction(obj), shared)
         if isinstance(obj, type):
             return self.save_named(obj, shared)
@@ -1080,21 +1083,22 @@ cdef class Writer:
         return 0
 
     cdef table_entry(self, obj, cls):
-        """Return the reduction that a dispatch table has for *cls*, or None."""
-        if self.table is not None:
-            entry = self.table.get(cls)
-        elif self.by_value:
-            entry = None
+        """Return the reduction that a dispatch table has for *cls*, or NOTHING."""
+        entry = NOTHING
+        if self.table is not NOTHING:
+            try:
+                return self.table[cls]
+            except LookupError:
+                return NOTHING
+        if not self.by_value:
+            entry = copyreg.dispatch_table.get(cls, NOTHING)
+        elif cls is not MethodType or not _is_bound(obj):
             for table in BY_VALUE_TABLES:
-                entry = table.get(cls)
-                if entry is not None:
+                entry = table.get(cls, NOTHING)
+                if entry is not NOTHING:
                     break
-            if cls is MethodType and _is_bound(obj):
-                entry = None
-        else:
-            entry = copyreg.dispatch_table.get(cls)
-        if entry is not None and not self.full and entry.__module__.partition(".")[0] != "cloudpickle":
-            if cls is not complex:
+        if entry is not NOTHING and not self.full and cls is not complex:
+            if getattr(entry, "__module__", "").partition(".")[0] != "cloudpickle":
                 raise _Restart
         return entry
 
@@ -1402,13 +1406,14 @@ cdef class Pickler:
         cdef Writer writer = self.writer
         pid = self.persistent_id
         writer.watch = None if pid is _no_persistent_id else pid
-        writer.override = getattr(self, "reducer_override", None)
-        writer.table = getattr(self, "dispatch_table", None)
+        writer.override = getattr(self, "reducer_override", NOTHING)
+        writer.table = getattr(self, "dispatch_table", NOTHING)
         writer.memoless = self.fast
         try:
             program = writer.compile(obj)
         finally:
-            writer.watch = writer.override = writer.table = None  # methods of self: no reference cycle stays
+            writer.watch = None  # methods of self: no reference cycle stays
+            writer.override = writer.table = NOTHING
         self.write(program)
 
     def clear_memo(self):
@@ -1637,8 +1642,8 @@ class _Standard(pickle.Pickler):
         return self.front.persistent_id(obj)
 
     def reducer_override(self, obj):
-        override = getattr(self.front, "reducer_override", None)
-        return NotImplemented if override is None else override(obj)
+        override = getattr(self.front, "reducer_override", NOTHING)
+        return NotImplemented if override is NOTHING else override(obj)
 
 
 SPECIAL_TYPES = ((type(None), None), (type(NotImplemented), NotImplemented), (type(...), ...))
