@@ -19,7 +19,7 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
 from pickle import PickleBuffer, PicklingError
-from types import FunctionType, MethodType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from uuid import UUID
 
 import cloudpickle
@@ -126,6 +126,16 @@ cdef enum Way:  # how the general objects of a class can be written
 HARMLESS = frozenset(
     [Enum.__reduce_ex__, Fraction.__reduce__, PurePath.__reduce__, UUID.__getstate__]
 )
+REDUCTION_NAMES = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__")
+C_FUNCTIONS = frozenset(
+    [
+        type(object.__reduce__),
+        type(object.__repr__),
+        type(len),
+        type(dict.__dict__["fromkeys"]),
+        type([].__len__),
+    ]
+)
 EXTENSIONS = copyreg._extension_registry
 OBJECT_REDUCE_EX = object.__reduce_ex__
 OBJECT_REDUCE = object.__reduce__
@@ -167,6 +177,7 @@ cdef class Writer:
     cdef int depth
     cdef bint full  # every mutable object is in the memo, not only those reached twice
     cdef bint memoless  # nothing is
+    cdef bint running  # a dump is being made
     cdef bint watched  # each object is offered to *watch* first
     cdef bint by_value
     cdef object buffer_callback, find_reducer
@@ -192,6 +203,10 @@ cdef class Writer:
 
     cdef bytes compile(self, obj):
         """Return the program of *obj*."""
+        cdef Py_ssize_t start = self.next_index
+        if self.running:
+            raise RuntimeError("this Pickler is in the middle of a dump")
+        self.running = True
         self.n_sent = 0
         self.watched = self.watch is not None
         try:
@@ -207,10 +222,11 @@ cdef class Writer:
                 self.save(<PyObject*>obj, True)
             self.put(b'.')
             return self.finish()
-        except RecursionError:
-            self.free_memo()  # it may hold marks of tuples that were never finished
+        except BaseException:
+            self.forget(start)  # what is not in the output must not be referred to later
             raise
         finally:
+            self.running = False
             self.free_buffer()
             self.sent = self.cloud = self.ways = self.reducers = None
 
@@ -391,6 +407,17 @@ cdef class Writer:
             xdecref(memo[i].key)
         if memo is not first:
             PyMem_RawFree(memo)
+
+    cdef int forget(self, Py_ssize_t start) except -1:
+        """Drop what was remembered since the next index was *start*."""
+        cdef Py_ssize_t i
+        kept = {key: entry for key, entry in self.memo_copy().items() if entry[0] < start}
+        known = [self.known[i] for i in range(<int>N_KNOWN)]
+        self.memo_replace(kept)
+        self.next_index = start
+        for i in range(<int>N_KNOWN):
+            self.known[i] = known[i] if known[i] < start else ABSENT
+        return 0
 
     cdef dict memo_copy(self):
         cdef Py_ssize_t i
@@ -1058,7 +1085,7 @@ cdef class Writer:
             way = self.ways[type(obj)] = _way(type(obj))
             if way == PLAIN_INSTANCE:
                 return self.save_instance(obj, shared)
-        if way == FOREIGN and not self.full:
+        if not self.full and (way == FOREIGN or _has_own_reduction(obj)):
             raise _Restart
         value = _reduce(obj)
         if way == STRUCTURAL and _is_plain(obj, value):
@@ -1106,7 +1133,7 @@ cdef class Writer:
         """Write an instance that is its class and its __dict__, as object.__reduce_ex__ would."""
         cdef object state = obj.__dict__
         cdef bint own
-        if "__reduce_ex__" in state or "__reduce__" in state or "__getstate__" in state:
+        if _has_own_reduction(obj):
             if not self.full:
                 raise _Restart
             return self.save_reduction(obj, _reduce(obj), shared)
@@ -1418,6 +1445,8 @@ cdef class Pickler:
 
     def clear_memo(self):
         """Forget the objects seen, so that the next dump writes all anew."""
+        if self.writer.running:
+            raise RuntimeError("this Pickler is in the middle of a dump")
         if self.standard is not None:
             self.standard.clear_memo()
         self.writer.free_memo()
@@ -1436,6 +1465,8 @@ cdef class Pickler:
             return
         if not isinstance(memo, dict):
             raise TypeError(f"'memo' attribute must be a dict, not {type(memo).__name__}")
+        if self.writer.running:
+            raise RuntimeError("this Pickler is in the middle of a dump")
         self.writer.memo_replace(memo)
 
     @property
@@ -1561,11 +1592,21 @@ def _is_foreign(cls):
         return False
     if cls.__getattribute__ is not object.__getattribute__ or hasattr(cls, "__getattr__"):
         return True
-    for name in ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__"):
+    for name in REDUCTION_NAMES:
         function = getattr(cls, name, None)
-        if isinstance(function, FunctionType) and function not in HARMLESS:
+        if function is not None and type(function) not in C_FUNCTIONS:
+            if not isinstance(function, FunctionType) or function not in HARMLESS:
+                return True
+    for base in cls.__mro__:  # the state is read through these
+        if type(base.__dict__.get("__dict__", GetSetDescriptorType)) not in (GetSetDescriptorType, type):
             return True
-    return False
+    return any([type(getattr(cls, name, None)) is not MemberDescriptorType for name in copyreg._slotnames(cls)])
+
+
+cdef bint _has_own_reduction(obj) except -1:
+    """Tell whether the instance itself has an attribute that pickle would use instead of its class's."""
+    state = getattr(obj, "__dict__", None)
+    return type(state) is dict and any([name in <dict>state for name in REDUCTION_NAMES])
 
 
 def _is_plain(obj, value):

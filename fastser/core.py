@@ -127,7 +127,11 @@ class Codec:
     def _serialize(
         self, x: Any, serializers: Collection[str], on_error: str, context: Any, iterate: bool | None
     ) -> tuple[Header, Frames]:
+        marks: set[int] = set()
         while isinstance(x, self.wrappers.serialize):
+            if id(x) in marks:
+                raise RecursionError(f"a {type(x).__name__} mark that leads back to itself")
+            marks.add(id(x))
             x = x.data
         if isinstance(x, self.wrappers.serialized):
             return dict(x.header), list(x.frames)
@@ -297,10 +301,12 @@ class Codec:
         if not isinstance(header, Mapping):
             raise FrameError(f"a header must be a dict, got {type(header).__name__}")
         names = header.get("compression")
-        if names and len(names) == len(frames) and any(isinstance(name, str) for name in names):
-            frames = compression.decompress(header, frames)
+        if names is not None:
+            names = _field(header, "compression", (list, tuple))
+            if any(names) and len(names) == len(frames):
+                frames = self.decompress(header, frames)
         counts = header.get("split-num-sub-frames")
-        if counts is not None and len(counts) != len(frames):
+        if counts is not None and len(_field(header, "split-num-sub-frames", (list, tuple))) != len(frames):
             frames = _merged(header, frames)
         if counts is None and names is None:
             return header, frames
@@ -518,10 +524,18 @@ class Codec:
     def decode_default(self, obj: dict[Any, Any]) -> Any:
         """Undo `encode_default`."""
         if "__Set__" in obj and obj.keys() == {"__Set__", "as-list"}:
-            return set(obj["as-list"])
+            items = _field(obj, "as-list", (list, tuple))
+            try:
+                return set(items)
+            except TypeError as error:
+                raise FrameError(f"as-list: expected hashable items: {error}") from None
         if "__Enum__" in obj and obj.keys() == {"__Enum__", "name", "__module__", "__name__"}:
-            module = self.import_module(obj["__module__"])
-            return getattr(getattr(module, obj["__name__"]), obj["name"])
+            module = self.import_module(_field(obj, "__module__", (str,)))
+            name, member = _field(obj, "__name__", (str,)), _field(obj, "name", (str,))
+            cls = getattr(module, name, None)
+            if not isinstance(cls, type) or not issubclass(cls, Enum) or member not in cls.__members__:
+                raise FrameError(f"{module.__name__} has no enum {name!r} with a member {member!r}")
+            return cls[member]
         return obj
 
     def import_allowed(self, name: str) -> bool:
@@ -531,7 +545,10 @@ class Codec:
     def import_module(self, name: str) -> Any:
         if not self.import_allowed(name):
             raise DispatchError(f"importing {name!r} on the word of a message is not allowed")
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise FrameError(f"a message names the module {name!r}, which cannot be imported: {error}") from error
 
     # ---- families
 

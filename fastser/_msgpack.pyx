@@ -1,0 +1,652 @@
+"""Plain data to msgpack and back: the bytes of msgpack-python, in one walk each way.
+
+Both walks keep to a few rules.  Out: exact builtin types go straight into a kept scratch buffer; references
+are borrowed while no Python code can run, and held where it can.  In: all reads go through one cursor, and a
+collection is made only if the bytes left can hold its items and those that outer collections still wait for,
+so that lying lengths take no memory.
+
+Four keys mark placeholders in messages.  A dict of the user that holds one is given to *default*; one that
+is read is given to *hook*; nothing else is known about them here.
+"""
+
+from msgpack import ExtType, Timestamp
+
+from cpython.buffer cimport PyBUF_FULL_RO, PyBUF_SIMPLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_SetItem
+from cpython.exc cimport PyErr_Clear
+from cpython.float cimport PyFloat_FromDouble
+from cpython.list cimport PyList_New
+from cpython.long cimport PyLong_FromLong, PyLong_FromLongLong, PyLong_FromUnsignedLongLong
+from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
+from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_New
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int16_t, int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from fastser.errors import FrameError
+
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        pass
+    PyTypeObject PyFloat_Type, PyLong_Type, PyBool_Type, PyUnicode_Type, PyBytes_Type, PyTuple_Type
+    PyTypeObject PyList_Type, PyDict_Type
+    PyTypeObject* type_of "Py_TYPE"(PyObject*) noexcept
+    PyObject* none "Py_None"
+    PyObject* true "Py_True"
+    double float_value "PyFloat_AS_DOUBLE"(PyObject*) noexcept
+    long long PyLong_AsLongLongAndOverflow(PyObject*, int*) noexcept
+    unsigned long long PyLong_AsUnsignedLongLong(PyObject*) noexcept
+    PyObject* PyErr_Occurred() noexcept
+    PyObject** items_of "PySequence_Fast_ITEMS"(PyObject*) noexcept
+    Py_ssize_t list_size "PyList_GET_SIZE"(PyObject*) noexcept
+    Py_ssize_t tuple_size "PyTuple_GET_SIZE"(PyObject*) noexcept
+    Py_ssize_t dict_size "PyDict_GET_SIZE"(PyObject*) noexcept
+    bint dict_next "PyDict_Next"(PyObject*, Py_ssize_t*, PyObject**, PyObject**) noexcept
+    char* bytes_data "PyBytes_AS_STRING"(PyObject*) noexcept
+    Py_ssize_t bytes_size "PyBytes_GET_SIZE"(PyObject*) noexcept
+    char* bytearray_data "PyByteArray_AS_STRING"(PyObject*) noexcept
+    Py_ssize_t bytearray_size "PyByteArray_GET_SIZE"(PyObject*) noexcept
+    bint is_str "PyUnicode_Check"(PyObject*) noexcept
+    bint is_ascii "PyUnicode_IS_ASCII"(PyObject*) noexcept
+    void* str_data "PyUnicode_DATA"(PyObject*) noexcept
+    int str_kind "PyUnicode_KIND"(PyObject*) noexcept
+    Py_ssize_t str_length "PyUnicode_GET_LENGTH"(PyObject*) noexcept
+    uint32_t str_read "PyUnicode_READ"(int, void*, Py_ssize_t) noexcept
+    int PyUnicode_READY(PyObject*) except -1
+    PyObject* decode_utf8 "PyUnicode_DecodeUTF8"(const char*, Py_ssize_t, const char*) noexcept
+    void tuple_set "PyTuple_SET_ITEM"(PyObject*, Py_ssize_t, PyObject*) noexcept  # takes the reference
+    void list_set "PyList_SET_ITEM"(PyObject*, Py_ssize_t, PyObject*) noexcept  # takes the reference
+    void track "PyObject_GC_Track"(PyObject*) noexcept
+    void untrack "PyObject_GC_UnTrack"(PyObject*) noexcept
+    int _PyBytes_Resize(PyObject**, Py_ssize_t) except -1
+    void xdecref "Py_XDECREF"(PyObject*) noexcept
+    void incref "Py_INCREF"(PyObject*) noexcept
+
+cdef extern from *:
+    # Cython's own names for the layout of small ints, which changed with CPython 3.12.
+    bint is_compact "__Pyx_PyLong_IsCompact"(PyObject*) noexcept
+    Py_ssize_t compact_value "__Pyx_PyLong_CompactValue"(PyObject*) noexcept
+
+cdef enum:
+    MAX_DEPTH = 400  # levels written, below those at which msgpack-python gives up: answers need some
+    DEEPEST = 500  # levels with answers
+    MAX_READ_DEPTH = 1024  # levels read, as many as msgpack-python reads
+    SCRATCH = 4096  # bytes of a new buffer
+    KEPT = 16777216  # bytes of the greatest buffer that is kept for the next call
+    ATOM = 64  # bytes that are enough for a number or a short str
+    SHORT = 31  # bytes of a str that one byte can head, and that a cache may keep
+    SLOTS = 1024  # of a cache
+    SLOT_SHIFT = 54  # 64 less the bits of a slot number
+
+cdef unsigned char* spare = NULL  # the kept buffer, when no call is using it
+cdef Py_ssize_t spare_size = 0
+cdef PyObject* KEYS[SLOTS]  # short strs that were keys of maps, by a hash of their bytes
+cdef PyObject* VALUES[SLOTS]  # and those that were not
+
+
+# ---- the reserved keys
+
+
+cdef bint names_placeholder(const void* data, Py_ssize_t n) noexcept:
+    """Tell whether an ASCII str is a key that marks placeholders."""
+    if n == 7:
+        return memcmp(data, b"__Set__", 7) == 0
+    if n == 8:
+        return memcmp(data, b"__Enum__", 8) == 0
+    if n == 11:
+        return memcmp(data, b"__Pickled__", 11) == 0
+    return n == 14 and memcmp(data, b"__Serialized__", 14) == 0
+
+
+cdef inline bint is_reserved(const void* data, Py_ssize_t n) noexcept:
+    cdef const unsigned char* p = <const unsigned char*>data
+    return n >= 7 and p[0] == b'_' and p[1] == b'_' and names_placeholder(data, n)
+
+
+# ---- short runs of bytes: at most 31, where calls of memcpy and memcmp cost more than they do
+
+
+cdef inline uint64_t word(const void* p) noexcept:
+    cdef uint64_t value
+    memcpy(&value, p, 8)
+    return value
+
+
+cdef inline uint32_t half(const void* p) noexcept:
+    cdef uint32_t value
+    memcpy(&value, p, 4)
+    return value
+
+
+cdef inline void copy_short(unsigned char* out, const unsigned char* data, Py_ssize_t n) noexcept:
+    if n >= 16:
+        memcpy(out, data, 16)
+        memcpy(out + n - 16, data + n - 16, 16)
+    elif n >= 8:
+        memcpy(out, data, 8)
+        memcpy(out + n - 8, data + n - 8, 8)
+    elif n >= 4:
+        memcpy(out, data, 4)
+        memcpy(out + n - 4, data + n - 4, 4)
+    elif n > 0:
+        out[0] = data[0]
+        out[n >> 1] = data[n >> 1]
+        out[n - 1] = data[n - 1]
+
+
+cdef inline bint same_short(const unsigned char* a, const unsigned char* b, Py_ssize_t n) noexcept:
+    """Compare at least two bytes."""
+    if n >= 16:
+        return (
+            word(a) == word(b) and word(a + 8) == word(b + 8)
+            and word(a + n - 16) == word(b + n - 16) and word(a + n - 8) == word(b + n - 8)
+        )
+    if n >= 8:
+        return word(a) == word(b) and word(a + n - 8) == word(b + n - 8)
+    if n >= 4:
+        return half(a) == half(b) and half(a + n - 4) == half(b + n - 4)
+    return a[0] == b[0] and a[1] == b[1] and a[n - 1] == b[n - 1]
+
+
+cdef inline size_t slot_of(const unsigned char* p, Py_ssize_t n) noexcept:
+    """Return where in a cache a str of at least two bytes belongs."""
+    cdef uint64_t a, b
+    if n >= 8:
+        a = word(p)
+        b = word(p + n - 8)
+        if n > 16:
+            a += word(p + 8) * <uint64_t>0xD6E8FEB86659FD93
+            b += word(p + n - 16) * <uint64_t>0xD6E8FEB86659FD93
+    elif n >= 4:
+        a = half(p)
+        b = half(p + n - 4)
+    else:
+        a = p[0]
+        b = <uint64_t>p[1] << 8 | p[n - 1]
+    a = (a ^ <uint64_t>n) * <uint64_t>0x9E3779B97F4A7C15 + b
+    a ^= a >> 32
+    return <size_t>(a * <uint64_t>0xD6E8FEB86659FD93 >> SLOT_SHIFT)
+
+
+# ---- big-endian words at any alignment
+
+
+cdef inline void store16(unsigned char* p, uint32_t value) noexcept:
+    p[0] = <unsigned char>(value >> 8)
+    p[1] = <unsigned char>value
+
+
+cdef inline void store32(unsigned char* p, uint32_t value) noexcept:
+    p[0] = <unsigned char>(value >> 24)
+    p[1] = <unsigned char>(value >> 16)
+    p[2] = <unsigned char>(value >> 8)
+    p[3] = <unsigned char>value
+
+
+cdef inline void store64(unsigned char* p, uint64_t value) noexcept:
+    p[0] = <unsigned char>(value >> 56)
+    p[1] = <unsigned char>(value >> 48)
+    p[2] = <unsigned char>(value >> 40)
+    p[3] = <unsigned char>(value >> 32)
+    p[4] = <unsigned char>(value >> 24)
+    p[5] = <unsigned char>(value >> 16)
+    p[6] = <unsigned char>(value >> 8)
+    p[7] = <unsigned char>value
+
+
+cdef inline uint32_t load16(const unsigned char* p) noexcept:
+    return <uint32_t>p[0] << 8 | p[1]
+
+
+cdef inline uint32_t load32(const unsigned char* p) noexcept:
+    return <uint32_t>p[0] << 24 | <uint32_t>p[1] << 16 | <uint32_t>p[2] << 8 | p[3]
+
+
+cdef inline uint64_t load64(const unsigned char* p) noexcept:
+    return (
+        <uint64_t>p[0] << 56 | <uint64_t>p[1] << 48 | <uint64_t>p[2] << 40 | <uint64_t>p[3] << 32
+        | <uint64_t>p[4] << 24 | <uint64_t>p[5] << 16 | <uint64_t>p[6] << 8 | p[7]
+    )
+
+
+# ---- the output buffer
+
+
+cdef struct Out:
+    unsigned char* start
+    unsigned char* at   # next free byte
+    unsigned char* end
+    PyObject* big       # a bytes object that holds the buffer, once it is greater than what is kept
+    PyObject* default   # borrowed from the caller
+    Py_ssize_t asked    # calls of default so far
+
+
+cdef inline int room(Out* out, Py_ssize_t n) except -1:
+    """Make room for *n* more bytes."""
+    if n > out.end - out.at:
+        grow(out, n)
+    return 0
+
+
+cdef int grow(Out* out, Py_ssize_t n) except -1:
+    global spare, spare_size
+    cdef Py_ssize_t pos = out.at - out.start
+    cdef Py_ssize_t size
+    cdef unsigned char* start
+    if out.start is NULL and spare is not NULL and spare_size >= n:
+        out.start = out.at = spare
+        out.end = spare + spare_size
+        spare = NULL
+        return 0
+    if n > (<Py_ssize_t>1 << 62) - pos:
+        raise MemoryError
+    size = max(pos + n, <Py_ssize_t>SCRATCH)
+    if size <= KEPT:
+        size = min(max(size, (out.end - out.start) * 2), <Py_ssize_t>KEPT)
+        start = <unsigned char*>PyMem_RawRealloc(out.start, size)
+        if start is NULL:
+            raise MemoryError
+    else:
+        # Large output grows inside the bytes object that is returned, which moves pages, not bytes.
+        size += size // 4
+        start = grow_big(out, pos, size)
+    out.start = start
+    out.at = start + pos
+    out.end = start + size
+    return 0
+
+
+cdef unsigned char* grow_big(Out* out, Py_ssize_t pos, Py_ssize_t size) except NULL:
+    cdef PyObject* big
+    if out.big is NULL:
+        big = new_bytes(size)
+        if pos:
+            memcpy(bytes_data(big), out.start, pos)
+        free_buffer(out)
+        out.big = big
+    else:
+        out.start = out.at = out.end = NULL
+        _PyBytes_Resize(&out.big, size)
+    return <unsigned char*>bytes_data(out.big)
+
+
+cdef PyObject* new_bytes(Py_ssize_t size) except NULL:
+    cdef object new = PyBytes_FromStringAndSize(NULL, size)
+    incref(<PyObject*>new)
+    return <PyObject*>new
+
+
+cdef bytes finish(Out* out):
+    """Return the output as bytes of exactly its size."""
+    cdef Py_ssize_t size = out.at - out.start
+    cdef PyObject* big = out.big
+    if big is NULL:
+        return PyBytes_FromStringAndSize(<char*>out.start, size)
+    out.big = NULL
+    out.start = out.at = out.end = NULL
+    _PyBytes_Resize(&big, size)  # on failure it has freed big
+    result = <bytes>big
+    xdecref(big)
+    return result
+
+
+cdef void free_buffer(Out* out) noexcept:
+    """Keep the buffer for the next call, or free it."""
+    global spare, spare_size
+    if out.big is not NULL:
+        xdecref(out.big)
+        out.big = NULL
+    elif out.start is not NULL:
+        if spare is NULL or spare_size < out.end - out.start:
+            PyMem_RawFree(spare)
+            spare = out.start
+            spare_size = out.end - out.start
+        else:
+            PyMem_RawFree(out.start)
+    out.start = out.at = out.end = NULL
+
+
+# ---- writing atoms: what holds no other object
+
+
+cdef inline int put_head(Out* out, Py_ssize_t n, unsigned char fix, Py_ssize_t n_fix,
+                         unsigned char long_form, bint has_8) except -1:
+    """Write the type and length of what follows: *fix* up to *n_fix*, or *long_form* and a length."""
+    cdef unsigned char* at
+    room(out, 5)
+    at = out.at
+    if n <= n_fix:
+        at[0] = fix | <unsigned char>n
+        out.at += 1
+    elif has_8 and n <= 0xff:
+        at[0] = long_form
+        at[1] = <unsigned char>n
+        out.at += 2
+    elif n <= 0xffff:
+        at[0] = long_form + has_8
+        store16(at + 1, <uint32_t>n)
+        out.at += 3
+    else:
+        at[0] = long_form + has_8 + 1
+        store32(at + 1, <uint32_t>n)
+        out.at += 5
+    return 0
+
+
+cdef int put_data(Out* out, const void* data, Py_ssize_t n) except -1:
+    if n:  # the data of an empty buffer may be NULL
+        room(out, n)
+        memcpy(out.at, data, n)
+        out.at += n
+    return 0
+
+
+cdef bint put_bin(Out* out, const void* data, Py_ssize_t n) except -1:
+    if n > 0xffffffff:
+        return False
+    put_head(out, n, 0, -1, 0xc4, True)
+    put_data(out, data, n)
+    return True
+
+
+cdef inline void put_small_int(Out* out, int64_t value) noexcept:
+    """Write an int, for which there is room."""
+    cdef unsigned char* at = out.at
+    if value >= -32:
+        if value < 0x80:
+            at[0] = <unsigned char>value
+            out.at += 1
+        elif value <= 0xff:
+            at[0] = 0xcc
+            at[1] = <unsigned char>value
+            out.at += 2
+        elif value <= 0xffff:
+            at[0] = 0xcd
+            store16(at + 1, <uint32_t>value)
+            out.at += 3
+        elif value <= 0xffffffff:
+            at[0] = 0xce
+            store32(at + 1, <uint32_t>value)
+            out.at += 5
+        else:
+            at[0] = 0xcf
+            store64(at + 1, <uint64_t>value)
+            out.at += 9
+    elif value >= -0x80:
+        at[0] = 0xd0
+        at[1] = <unsigned char>value
+        out.at += 2
+    elif value >= -0x8000:
+        at[0] = 0xd1
+        store16(at + 1, <uint32_t>value)
+        out.at += 3
+    elif value >= -0x80000000LL:
+        at[0] = 0xd2
+        store32(at + 1, <uint32_t>value)
+        out.at += 5
+    else:
+        at[0] = 0xd3
+        store64(at + 1, <uint64_t>value)
+        out.at += 9
+
+
+cdef bint put_int(Out* out, PyObject* obj) except -1:
+    """Write an int, if 64 bits hold it."""
+    cdef int overflow = 0
+    cdef long long value
+    cdef unsigned long long big
+    room(out, 9)
+    if is_compact(obj):
+        put_small_int(out, compact_value(obj))
+        return True
+    value = PyLong_AsLongLongAndOverflow(obj, &overflow)
+    if overflow == 0:
+        put_small_int(out, value)
+        return True
+    if overflow < 0:
+        return False
+    big = PyLong_AsUnsignedLongLong(obj)
+    if big == <unsigned long long>-1 and PyErr_Occurred() is not NULL:
+        PyErr_Clear()
+        return False
+    out.at[0] = 0xcf
+    store64(out.at + 1, big)
+    out.at += 9
+    return True
+
+
+cdef int put_float(Out* out, PyObject* obj) except -1:
+    cdef double value = float_value(obj)
+    room(out, 9)
+    out.at[0] = 0xcb
+    store64(out.at + 1, word(&value))
+    out.at += 9
+    return 0
+
+
+cdef bint put_str(Out* out, PyObject* obj) except -1:
+    """Write a str of any length, if it has no lone surrogates."""
+    cdef Py_ssize_t n
+    PyUnicode_READY(obj)
+    if not is_ascii(obj):
+        return put_utf8(out, obj)
+    n = str_length(obj)
+    if n > 0xffffffff:
+        return False
+    put_head(out, n, 0xa0, SHORT, 0xd9, True)
+    put_data(out, str_data(obj), n)
+    return True
+
+
+cdef Py_ssize_t utf8_size(PyObject* obj) noexcept:
+    """Count the bytes of a str as UTF-8; -1 if it has lone surrogates."""
+    cdef Py_ssize_t i, n = 0, length = str_length(obj)
+    cdef int kind = str_kind(obj)
+    cdef void* data = str_data(obj)
+    cdef uint32_t c
+    for i in range(length):
+        c = str_read(kind, data, i)
+        if 0xd800 <= c <= 0xdfff:
+            return -1
+        n += 1 if c < 0x80 else 2 if c < 0x800 else 3 if c < 0x10000 else 4
+    return n
+
+
+cdef bint put_utf8(Out* out, PyObject* obj) except -1:
+    cdef Py_ssize_t i, n = utf8_size(obj), length = str_length(obj)
+    cdef int kind = str_kind(obj)
+    cdef void* data = str_data(obj)
+    cdef uint32_t c
+    cdef unsigned char* at
+    if not 0 <= n <= 0xffffffff:
+        return False
+    put_head(out, n, 0xa0, SHORT, 0xd9, True)
+    room(out, n)
+    at = out.at
+    out.at += n
+    for i in range(length):
+        c = str_read(kind, data, i)
+        if c < 0x80:
+            at[0] = <unsigned char>c
+            at += 1
+        elif c < 0x800:
+            at[0] = <unsigned char>(0xc0 | c >> 6)
+            at[1] = <unsigned char>(0x80 | c & 0x3f)
+            at += 2
+        elif c < 0x10000:
+            at[0] = <unsigned char>(0xe0 | c >> 12)
+            at[1] = <unsigned char>(0x80 | c >> 6 & 0x3f)
+            at[2] = <unsigned char>(0x80 | c & 0x3f)
+            at += 3
+        else:
+            at[0] = <unsigned char>(0xf0 | c >> 18)
+            at[1] = <unsigned char>(0x80 | c >> 12 & 0x3f)
+            at[2] = <unsigned char>(0x80 | c >> 6 & 0x3f)
+            at[3] = <unsigned char>(0x80 | c & 0x3f)
+            at += 4
+    return True
+
+
+cdef inline bint put_atom(Out* out, PyObject* obj) except -1:
+    """Write an atom of an exact builtin type; False for what needs more work.
+
+    No Python code runs here, so *obj* may be borrowed.
+    """
+    cdef PyTypeObject* cls = type_of(obj)
+    cdef Py_ssize_t n
+    cdef double value
+    room(out, ATOM)
+    if cls is &PyUnicode_Type:
+        n = str_length(obj)
+        if n > SHORT or not is_ascii(obj):
+            return put_str(out, obj)
+        out.at[0] = 0xa0 | <unsigned char>n
+        copy_short(out.at + 1, <unsigned char*>str_data(obj), n)
+        out.at += 1 + n
+    elif cls is &PyLong_Type:
+        if not is_compact(obj):
+            return put_int(out, obj)
+        put_small_int(out, compact_value(obj))
+    elif cls is &PyFloat_Type:
+        value = float_value(obj)
+        out.at[0] = 0xcb
+        store64(out.at + 1, word(&value))
+        out.at += 9
+    elif obj is none:
+        out.at[0] = 0xc0
+        out.at += 1
+    elif cls is &PyBool_Type:
+        out.at[0] = 0xc3 if obj is true else 0xc2
+        out.at += 1
+    elif cls is &PyBytes_Type:
+        return put_bin(out, bytes_data(obj), bytes_size(obj))
+    else:
+        return False
+    return True
+
+
+# ---- writing collections, and what default answers
+
+
+cdef int write(Out* out, obj, int depth) except -1:
+    """Write any object, which the caller holds."""
+    if not put_atom(out, <PyObject*>obj):
+        write_more(out, obj, depth)
+    return 0
+
+
+cdef int write_more(Out* out, obj, int depth) except -1:
+    """Write what is not an atom: itself, or what default answers for it."""
+    if written(out, obj, depth, False):
+        return 0
+    if <object>out.default is None:
+        raise TypeError(f"cannot pack an object of type {type(obj).__name__}")
+    out.asked += 1
+    answer = (<object>out.default)(obj)
+    if answer is obj or not (put_atom(out, <PyObject*>answer) or written(out, answer, depth, True)):
+        raise TypeError(
+            f"cannot pack an object of type {type(obj).__name__}: "
+            f"default answered an object of type {type(answer).__name__}"
+        )
+    return 0
+
+
+cdef bint written(Out* out, obj, int depth, bint is_answer) except -1:
+    """Write an object that is not an exact atom, if msgpack can hold it as it is."""
+    cdef PyObject* ptr = <PyObject*>obj
+    cdef PyTypeObject* cls = type_of(ptr)
+    if cls is &PyDict_Type:
+        return not too_deep(depth, is_answer) and written_dict(out, ptr, depth, is_answer)
+    if cls is &PyList_Type or cls is &PyTuple_Type:
+        return not too_deep(depth, is_answer) and written_array(out, ptr, cls is &PyList_Type, depth)
+    if isinstance(obj, int):
+        return put_int(out, ptr)
+    if isinstance(obj, float):
+        put_float(out, ptr)
+        return True
+    if isinstance(obj, bytes):
+        return put_bin(out, bytes_data(ptr), bytes_size(ptr))
+    if isinstance(obj, bytearray):
+        return put_bin(out, bytearray_data(ptr), bytearray_size(ptr))
+    if isinstance(obj, str):
+        return put_str(out, ptr)
+    if isinstance(obj, dict):
+        return not too_deep(depth, is_answer) and written_pairs(out, obj, depth, is_answer)
+    if isinstance(obj, ExtType):  # a tuple too
+        return put_ext(out, obj.code, obj.data)
+    if isinstance(obj, (list, tuple)):
+        return not too_deep(depth, is_answer) and written_items(out, obj, depth)
+    if type(obj) is Timestamp:
+        return put_ext(out, -1, obj.to_bytes())
+    if isinstance(obj, memoryview):
+        return put_view(out, obj)
+    return False
+
+
+cdef bint too_deep(int depth, bint is_answer) except -1:
+    if depth >= DEEPEST:
+        raise RecursionError(f"maximum nesting of {DEEPEST} levels exceeded while packing answers of default")
+    return depth >= MAX_DEPTH and not is_answer
+
+
+cdef bint is_plain_key(PyObject* key) except -1:
+    """Tell whether a dict with this key needs no help of default."""
+    if not is_str(key):
+        return True
+    PyUnicode_READY(key)
+    if is_ascii(key):
+        return not is_reserved(str_data(key), str_length(key))
+    return utf8_size(key) >= 0
+
+
+cdef bint has_plain_keys(PyObject* obj, Py_ssize_t at) except -1:
+    """Tell the same of the keys of a dict from position *at* on."""
+    cdef PyObject* key = NULL
+    cdef PyObject* value = NULL
+    while dict_next(obj, &at, &key, &value):
+        if not is_plain_key(key):
+            return False
+    return True
+
+
+cdef bint written_dict(Out* out, PyObject* obj, int depth, bint is_answer) except -1:
+    """Write an exact dict; False, and nothing written, for one that needs default.
+
+    The keys are looked at as they are written.  Before anything may call default, which cannot be
+    taken back, come the rest of the keys.
+    """
+    cdef Py_ssize_t at = 0, left = dict_size(obj), n = left, length
+    cdef Py_ssize_t start = out.at - out.start, asked = out.asked
+    cdef PyObject* key = NULL
+    cdef PyObject* value = NULL
+    cdef bint checked = is_answer
+    cdef object held_key, held_value
+    if n > 0xffffffff:
+        return False
+    put_head(out, n, 0x80, 15, 0xde, False)
+    while dict_next(obj, &at, &key, &value):
+        if left == 0:
+            raise RuntimeError("dictionary changed during packing")
+        left -= 1
+        if type_of(key) is &PyUnicode_Type and is_ascii(key):
+            length = str_length(key)
+            if is_reserved(str_data(key), length) and not is_answer:
+                break
+            if length <= SHORT:
+                room(out, ATOM)
+                out.at[0] = 0xa0 | <unsigned char>length
+                copy_short(out.at + 1, <unsigned char*>str_data(key), length)
+                out.at += 1 + length
+            else:
+                put_str(out, key)
+            if put_atom(out, value):
+                continue
+        elif not is_answer and not is_plain_key(key):
+            break
+        elif put_atom(out, key) and put_atom(out, value):
+            continue
+        else:
+            TODO
+    return True
