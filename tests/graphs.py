@@ -137,6 +137,8 @@ def _bits(x: Any) -> bytes:
 def _compare(a: Any, b: Any) -> tuple[str, list[Any]]:
     steps: list[Any] = []
     if isinstance(a, (np.ndarray, np.generic)):
+        if a.dtype.hasobject and a.dtype == b.dtype and a.shape == b.shape:
+            return "", [(a.tolist(), b.tolist(), ".tolist()")]
         if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
             return f"{a!r:.60} became {b!r:.60}", []
         if isinstance(a, np.ndarray) and a.flags.writeable != b.flags.writeable:
