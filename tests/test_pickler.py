@@ -254,7 +254,6 @@ class Overridden(Slots):
         Slots.part.__set__(self, value)  # type: ignore[attr-defined]
 
 
-@pytest.mark.xfail(reason="a reduction that is a callable object is not taken for foreign", strict=True)
 def test_a_callable_reduction_may_hand_out_parts() -> None:
     x: list[Any] = [[[]]]
     x.append(Callable(x[0]))
@@ -262,7 +261,6 @@ def test_a_callable_reduction_may_hand_out_parts() -> None:
     assert r[1][0] is r[0][0]
 
 
-@pytest.mark.xfail(reason="the first instance is reduced before its __dict__ is looked at", strict=True)
 def test_a_reduction_in_the_dict_of_the_instance_may_hand_out_parts() -> None:
     class Local:
         pass
@@ -276,7 +274,6 @@ def test_a_reduction_in_the_dict_of_the_instance_may_hand_out_parts() -> None:
     assert r[1][0] is r[0][0]
 
 
-@pytest.mark.xfail(reason="a slot that a property hides is not taken for foreign", strict=True)
 def test_a_property_over_a_slot_may_hand_out_parts() -> None:
     x: list[Any] = [[[]], Overridden()]
     Overridden.source = x[0]
@@ -571,7 +568,6 @@ else:
 """
 
 
-@pytest.mark.xfail(reason="a Pickler that dumps inside its own dump writes beyond its buffer", strict=True)
 @pytest.mark.parametrize("size", [3_000_000, 50_000_000])
 def test_a_pickler_used_inside_its_own_dump(size: int) -> None:
     done = subprocess.run(
@@ -584,7 +580,6 @@ def test_a_pickler_used_inside_its_own_dump(size: int) -> None:
 # ---- failures
 
 
-@pytest.mark.xfail(reason="objects of a failed dump stay in the memo, but were never written", strict=True)
 def test_a_failing_element_leaves_the_pickler_usable() -> None:
     file = io.BytesIO()
     pickler = fp.Pickler(file)
@@ -597,7 +592,6 @@ def test_a_failing_element_leaves_the_pickler_usable() -> None:
     assert pickle.loads(file.getvalue()) == {"k": [1]}
 
 
-@pytest.mark.xfail(reason="objects of a failed dump stay in the memo, but were never written", strict=True)
 def test_what_failed_is_not_remembered() -> None:
     file = io.BytesIO()
     pickler = fp.Pickler(file)

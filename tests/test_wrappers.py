@@ -115,7 +115,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for a library of arrays on a device."""
     module = types.ModuleType("cupy")
 
-    class ndarray:  # noqa: N801
+    class ndarray:
         __module__ = "cupy"
 
     module.ndarray = ndarray  # type: ignore[attr-defined]
