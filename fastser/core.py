@@ -5,6 +5,8 @@ from __future__ import annotations
 import copyreg
 import functools
 import importlib
+import itertools
+import operator
 import pickle
 import reprlib
 import time
@@ -61,8 +63,14 @@ class Codec:
         self.families = families
         self._pickled_types: dict[type, bytes] = {}
         self.reducers = Dispatch("reducers of a codec")
-        self.reducers.register(wrappers.serialize, self._reduce_serialize)
+        self.register_marks(wrappers)
+
+    def register_marks(self, wrappers: Wrappers) -> None:
+        """Let the pickler unwrap marks of these classes at any depth."""
+        self.reducers.register(wrappers.serialize, self._reduce_mark)
+        self.reducers.register(wrappers.to_pickle, self._reduce_mark)
         self.reducers.register(wrappers.serialized, self._reduce_serialized)
+        self.reducers.register(wrappers.pickled, self._reduce_pickled)
 
     # ---- objects to header and frames
 
@@ -328,25 +336,10 @@ class Codec:
     def _decode_collection(
         self, header: Header, frames: Frames, deserializers: Collection[str] | None
     ) -> Any:
-        sub_headers = _field(header, "sub-headers", (list, tuple))
-        lengths = _field(header, "frame-lengths", (list, tuple))
-        name = _field(header, "type-serialized", (str,))
-        cls: Any = COLLECTION_NAMES.get(name)
-        if cls is None:
-            raise FrameError(f"type-serialized: expected one of {list(COLLECTION_NAMES)}, got {name!r}")
-        if len(sub_headers) != len(lengths):
-            raise FrameError(f"{len(sub_headers)} sub-headers, but {len(lengths)} frame-lengths")
-        if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(frames):
-            raise FrameError(f"frame-lengths must add up to {len(frames)} frames, got {list(lengths)[:20]}")
-        start = 0
-        values = []
-        for sub_header, length in zip(sub_headers, lengths, strict=True):
-            part = self._joined(sub_header, frames[start : start + length])
-            values.append(self._decode(*part, deserializers))
-            start += length
+        cls, parts = _parts_of_collection(header, frames)
+        values = [self._decode(*self._joined(*part), deserializers) for part in parts]
         if cls is dict:
-            keys = [_field(sub_header, "key", (object,)) for sub_header in sub_headers]
-            return dict(zip(keys, values, strict=True))
+            return dict(zip((_field(part[0], "key", (object,)) for part in parts), values, strict=True))
         return values if cls is list else cls(values)
 
     # ---- frames that are fit to travel
@@ -548,7 +541,7 @@ class Codec:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            raise FrameError(f"a message names the module {name!r}, which cannot be imported: {error}") from error
+            raise FrameError(f"cannot import {name!r}, which a message names: {error}") from error
 
     # ---- families
 
@@ -673,22 +666,43 @@ class Codec:
         reduce.__module__ = handler.__module__  # the pickler asks who wrote a reducer
         return reduce
 
-    def _reduce_serialize(self, x: Any) -> Any:
+    def _reduce_mark(self, x: Any) -> Any:
         return (x.data,)
 
     def _reduce_serialized(self, x: Any) -> Any:
+        """Write a `Serialized` as a call that gives its object, so that twice the same stays one object."""
         header, frames = self._joined(x.header, x.frames)
-        buffers = [PickleBuffer(frame) for frame in frames]
-        if header.get("serializer") == "pickle" and len(buffers) == len(header.get("writeable", ())) + 1:
-            # stock Python can run it: functools.partial(pickle.loads, buffers=...)(program)
-            newobj_ex = copyreg.__newobj_ex__  # type: ignore[attr-defined]
-            loads = Call(newobj_ex, functools.partial, (pickle.loads,), {"buffers": buffers[1:]})
-            return loads, (buffers[0],)
-        return self.deserialize_reference(), (header, buffers)
+        if header.get("is-collection"):
+            return self._reduce_collection(header, frames)
+        flags: Any = header.get("writeable")
+        is_program = header.get("serializer") == "pickle" and isinstance(flags, (list, tuple))
+        if is_program and len(frames) == len(flags) + 1:
+            return self._reduce_program(frames[0], map(_with_flag, frames[1:], flags))
+        return self.reduce_part(header, frames)
 
-    def deserialize_reference(self) -> Callable[..., Any]:
-        """Return the function that reads headers and frames, as a program may name it."""
-        return deserialize_part
+    def _reduce_collection(self, header: Header, frames: Frames) -> Any:
+        cls, parts = _parts_of_collection(header, frames)
+        marks = [self.wrappers.serialized(*part) for part in parts]
+        if cls is dict:
+            marks = [(_field(mark.header, "key", (object,)), mark) for mark in marks]
+        return cls, (marks,)
+
+    def _reduce_pickled(self, x: Any) -> Any:
+        header, frames = self._joined(x.header, x.frames)
+        return self._reduce_program(_field(header, "pickled-obj", (bytes,)), frames)
+
+    def _reduce_program(self, program: Any, buffers: Iterable[Any]) -> Any:
+        # stock Python can run it: functools.partial(pickle.loads, buffers=...)(program)
+        newobj_ex = copyreg.__newobj_ex__  # type: ignore[attr-defined]
+        keywords = {"buffers": [PickleBuffer(buffer) for buffer in buffers]}
+        return Call(newobj_ex, functools.partial, (pickle.loads,), keywords), (PickleBuffer(program),)
+
+    def reduce_part(self, header: Header, frames: Frames) -> Any:
+        """Write what is no pickle: as its object if it can be had here, which needs no fastser to be read."""
+        try:
+            return operator.getitem, ([self._decode(header, frames, None)], 0)
+        except Exception:  # whatever keeps it from being read here, the reader may do better
+            return deserialize_part, (header, [PickleBuffer(frame) for frame in frames])
 
 
 _TRAVEL_KEYS = frozenset({"compression", "split-num-sub-frames", "split-offsets", "num-sub-frames", "count"})
@@ -737,6 +751,25 @@ def _merged(header: Header, frames: Frames) -> Frames:
     if expected != len(frames):
         raise FrameError(f"expected {expected} pieces of {len(counts)} frames, got {len(frames)}")
     return merged
+
+
+def _parts_of_collection(header: Header, frames: Frames) -> tuple[Any, list[tuple[Header, Frames]]]:
+    """Return the class of a collection, and the header and frames of each element."""
+    sub_headers = _field(header, "sub-headers", (list, tuple))
+    lengths = _field(header, "frame-lengths", (list, tuple))
+    name = _field(header, "type-serialized", (str,))
+    cls = COLLECTION_NAMES.get(name)
+    if cls is None:
+        raise FrameError(f"type-serialized: expected one of {list(COLLECTION_NAMES)}, got {name!r}")
+    if len(sub_headers) != len(lengths):
+        raise FrameError(f"{len(sub_headers)} sub-headers, but {len(lengths)} frame-lengths")
+    if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(frames):
+        raise FrameError(f"frame-lengths must add up to {len(frames)} frames, got {list(lengths)[:20]}")
+    stops = list(itertools.accumulate(lengths))
+    return cls, [
+        (sub_header, frames[stop - n : stop])
+        for sub_header, n, stop in zip(sub_headers, lengths, stops, strict=True)
+    ]
 
 
 def _field(header: Any, name: str, types: tuple[type, ...]) -> Any:

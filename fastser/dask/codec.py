@@ -6,6 +6,7 @@ import importlib
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import dask
@@ -131,8 +132,7 @@ class DaskCodec(core.Codec):
             for name, functions in STOCK_FAMILIES.items()
             if self.families[name][:2] == functions
         }
-        self.reducers.register(WRAPPERS.serialize, self._reduce_serialize)
-        self.reducers.register(WRAPPERS.serialized, self._reduce_serialized)
+        self.register_marks(WRAPPERS)
         for cls, builtin in READABLE_ERRORS.items():
             self.reducers.register(cls, partial(_readable_error, builtin))
         self.messages = Messages(self)
@@ -204,9 +204,9 @@ class DaskCodec(core.Codec):
 
     # ---- programs
 
-    def deserialize_reference(self) -> Callable[..., Any]:
-        deserialize: Callable[..., Any] = stock.deserialize  # ours or distributed's: pickled by its name
-        return deserialize
+    def reduce_part(self, header: Header, frames: Frames) -> Any:
+        # ours or distributed's, pickled by its name, which every process of the cluster knows
+        return stock.deserialize, (header, [PickleBuffer(frame) for frame in frames])
 
     # ---- the fine performance metrics of distributed
 
