@@ -222,7 +222,6 @@ def test_messages_that_distributed_cannot_write_are_read_by_it() -> None:
         check(msg, r)
 
 
-@pytest.mark.xfail(reason="programs name fastser for a Serialized of the dask family", strict=True)
 def test_split_frames_that_a_reader_holds() -> None:
     x = np.arange(float(BIG))
     header, frames = serialize_and_split(x, size=200_000)
