@@ -18,7 +18,7 @@ MODES = {  # FASTSER_BUILD -> compiler flags, linker flags
     "trace": (["-O0", "-g", "-DCYTHON_TRACE_NOGIL=1", "-DCYTHON_USE_SYS_MONITORING=0"], []),
     "asan": (["-O1", "-g", "-fsanitize=address,undefined"], ["-fsanitize=address,undefined"]),
 }
-MODULES = ("_lists", "_frames", "_pickler", "_message")
+MODULES = ("_lists", "_frames", "_msgpack", "_pickler", "_message")
 
 mode = os.environ.get("FASTSER_BUILD", "release")
 if mode not in MODES:
