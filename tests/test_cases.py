@@ -14,7 +14,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import zoneinfo
 from typing import Any, NamedTuple
 
@@ -307,23 +306,22 @@ def test_an_error_of_unpickling_is_the_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "seconds"),
+    "make",
     [
-        (lambda: [i / 7 for i in range(300_000)], 0.5),
-        (lambda: {str(i): i / 7 for i in range(100_000)}, 0.5),
-        (lambda: [(i, i / 7) for i in range(100_000)], 0.5),
-        (lambda: [b"%d" % i for i in range(100_000)], 0.5),
-        (lambda: [str(i) for i in range(100_000)], 0.5),
-        (lambda: [np.arange(4) for _ in range(3000)], 0.5),
-        (lambda: np.ones((2000, 1000))[::-1, ::-1], 0.5),
+        lambda: [i / 7 for i in range(300_000)],
+        lambda: {str(i): i / 7 for i in range(100_000)},
+        lambda: [(i, i / 7) for i in range(100_000)],
+        lambda: [b"%d" % i for i in range(100_000)],
+        lambda: [str(i) for i in range(100_000)],
+        lambda: [np.arange(4) for _ in range(3000)],
+        lambda: np.ones((2000, 1000))[::-1, ::-1],
     ],
 )
-def test_cost_does_not_explode(make: Any, seconds: float) -> None:
-    """Each of these took seconds to minutes somewhere; the bounds are far from what it takes here."""
+def test_frames_do_not_multiply(make: Any) -> None:
+    """Each of these became a header and a frame for each element somewhere, which took minutes."""
     x = make()
-    start = time.perf_counter()
     r = by_message(x)
-    assert time.perf_counter() - start < 4 * seconds
+    assert type(r) is type(x)
     assert len(r) == len(x)
     assert len(fastser.serialize(x)[1]) <= 3
 

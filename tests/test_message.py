@@ -404,12 +404,12 @@ GOOD_HEADER = {"serializer": "pickle", "writeable": (), "num-sub-frames": 1}
 @pytest.mark.parametrize(
     ("frames", "match"),
     [
-        ([b""], "not msgpack"),
-        ([b"\xc1"], "not msgpack"),
-        ([b"\x01\x02"], "not msgpack"),
-        ([b"\xdd\xff\xff\xff\xff"], "not msgpack"),
-        ([b"\xc6\xff\xff\xff\xff"], "not msgpack"),
-        ([b"\xa1\xff"], "not msgpack"),
+        ([b""], "msgpack at byte offset"),
+        ([b"\xc1"], "msgpack at byte offset"),
+        ([b"\x01\x02"], "msgpack at byte offset"),
+        ([b"\xdd\xff\xff\xff\xff"], "msgpack at byte offset"),
+        ([b"\xc6\xff\xff\xff\xff"], "msgpack at byte offset"),
+        ([b"\xa1\xff"], "msgpack at byte offset"),
         ([pack({"__Serialized__": 1})], "expected a header in frame 1 of 1"),
         ([pack({"__Serialized__": 10**15})], "in frame 1000000000000000 of 1"),
         ([pack({"__Pickled__": 2}), b""], "expected a header in frame 2 of 2"),
