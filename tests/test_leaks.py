@@ -187,7 +187,7 @@ def test_messages_that_msgpack_cannot_hold() -> None:
 
 def test_deep_nesting() -> None:
     x: Any = 1
-    for _ in range(3500):
+    for _ in range(3300):
         x = (x,)
 
     def call() -> None:
@@ -197,7 +197,7 @@ def test_deep_nesting() -> None:
             return
         raise AssertionError("no error")
 
-    flat(call, 100)
+    flat(call, 60)
 
 
 def test_callbacks_that_raise() -> None:

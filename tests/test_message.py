@@ -367,7 +367,7 @@ def in_unpickling(error: BaseException) -> bool:
 
 def test_truncated_frames() -> None:
     for i, frame in enumerate(RICH_FRAMES):
-        for size in {*range(0, min(len(frame), 60)), len(frame) // 2, len(frame) - 1}:
+        for size in {*range(0, min(len(frame), 60), 3), len(frame) // 2, len(frame) - 1}:
             answered([*RICH_FRAMES[:i], frame[:size], *RICH_FRAMES[i + 1 :]])
 
 
@@ -377,7 +377,7 @@ def test_flipped_bytes() -> None:
         if len(frame) > 5000:  # data, compressed
             continue
         program = frame[:1] == b"\x80" or b"pickled-obj" in frame or b"type-serialized" in frame
-        for _ in range(150):
+        for _ in range(80):
             bad = bytearray(frame)
             for _ in range(rng.choice([1, 1, 3])):
                 bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)

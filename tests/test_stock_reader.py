@@ -93,7 +93,7 @@ PLAIN: dict[str, Any] = {
         f"ints up to {limit}": [(-1) ** (low < 0 and i % 2) * (i * 7919 % limit) for i in range(10_000)]
         for low, limit in [(0, 2**8), (-1, 2**7), (-1, 2**15), (-1, 2**31), (-1, 2**63), (0, 2**64)]
     },
-    "tuple of small ints": tuple(range(200)) * 1000,
+    "tuple of small ints": tuple(range(200)) * 400,
     "bools": [i % 3 == 0 for i in range(70_000)],
     "tuple of bools": tuple(i % 3 == 0 for i in range(200)),
     "repeated": [["abc"] * 1000, (None,) * 1000, [2.5] * 1000, [b"x" * 70_000] * 50],
@@ -105,7 +105,7 @@ PLAIN: dict[str, Any] = {
     "peeks": peeks(),
     "objects": [Plain(a=[1], b=Plain()), ListKind([1]), DictKind(a=1), slotted()],
     "marks": [Serialize([1, Serialize("a")]), {"k": Serialized(*serialize([1.5, "b"]))}],
-    "many": [{"id": i, "name": f"n{i}", "xs": [i] * 5} for i in range(3000)],
+    "many": [{"id": i, "name": f"n{i}", "xs": [i] * 5} for i in range(800)],
     "globals": [len, int, type(None), ..., pickle.loads, ListKind],
 }
 NUMPY: dict[str, Any] = {
@@ -165,13 +165,10 @@ def test_pickles_without_buffers() -> None:
 @pytest.mark.parametrize("wish", [True, False, None])
 def test_stock_deserialize(wish: Any) -> None:
     values = [*PLAIN.values(), *NUMPY.values()]
-    if wish:
-        values = [x for x in values if (x is not PLAIN["shared"] and type(x) is not list) or len(x) < 10]
-        values = [
-            x
-            for x in values
-            if x is not PLAIN["shared"] and x is not PLAIN["cyclic"] and x is not PLAIN["peeks"]
-        ]
+    if wish:  # apart, what is shared by elements becomes two
+        apart = (PLAIN["shared"], PLAIN["cyclic"], PLAIN["peeks"])
+        small = [x for x in values if not isinstance(x, (list, tuple)) or len(x) < 10]
+        values = [x for x in small if not any(x is y for y in apart)]
     items = [serialize(x, on_error="raise", iterate_collection=wish) for x in values]
     compare(values, read_elsewhere("deserialize", items))
 
@@ -228,5 +225,6 @@ def test_split_frames_that_a_reader_holds() -> None:
     held = Serialized(header, [bytes(f) for f in frames])
     items = [serialize([held, {"k": held}]), serialize(Plain(a=held))]
     a, b = read_elsewhere("deserialize", items)
-    check([x, {"k": x}], [a[0], {"k": np.array(a[1]["k"])}])
+    check(x, a[0])
+    check(x, a[1]["k"])
     check(x, b.a)
