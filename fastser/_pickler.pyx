@@ -94,6 +94,20 @@ cdef extern from "Python.h":
     void incref "Py_INCREF"(PyObject*) noexcept
 
 cdef extern from *:
+    """
+    #if defined(_MSC_VER)
+    static __declspec(thread) int fastser_depth = 0;
+    #else
+    static __thread int fastser_depth = 0;
+    #endif
+    #define fastser_set_depth(n) (fastser_depth = (n))
+    """
+    # Levels of nesting that are being written in this thread, by dumps inside of dumps too: C has such
+    # variables, Cython has not.
+    int depth "fastser_depth"
+    void set_depth "fastser_set_depth"(int) noexcept
+
+cdef extern from *:
     # Cython's own names for the layout of small ints, which changed with CPython 3.12.
     bint is_compact "__Pyx_PyLong_IsCompact"(PyObject*) noexcept
     Py_ssize_t compact_value "__Pyx_PyLong_CompactValue"(PyObject*) noexcept
@@ -174,7 +188,7 @@ cdef class Writer:
     cdef int shift  # 64 less the bits of a slot number
     cdef Py_ssize_t mask, used, next_index
     cdef Py_ssize_t known[<int>N_KNOWN]
-    cdef int depth
+    cdef int base  # depth of the calls around this dump
     cdef bint full  # every mutable object is in the memo, not only those reached twice
     cdef bint memoless  # nothing is
     cdef bint running  # a dump is being made
@@ -207,6 +221,7 @@ cdef class Writer:
         if self.running:
             raise RuntimeError("this Pickler is in the middle of a dump")
         self.running = True
+        self.base = depth
         self.n_sent = 0
         self.watched = self.watch is not None
         try:
@@ -227,11 +242,12 @@ cdef class Writer:
             raise
         finally:
             self.running = False
+            set_depth(self.base)
             self.free_buffer()
             self.sent = self.cloud = self.ways = self.reducers = None
 
     cdef int begin(self) except -1:
-        self.depth = 0
+        set_depth(self.base)
         self.pos = 0
         self.room(16)
         self.out[0] = 0x80
@@ -758,9 +774,9 @@ cdef class Writer:
             return self.save_str(ptr, shared)
         if cls is &PyBytes_Type:
             return self.save_bytes(ptr, shared)
-        if self.depth >= MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise RecursionError(f"maximum nesting of {MAX_DEPTH} levels exceeded while pickling an object")
-        self.depth += 1
+        set_depth(depth + 1)
         if cls is &PyTuple_Type:
             self.save_tuple(ptr, shared)
         elif cls is &PyList_Type:
@@ -775,7 +791,7 @@ cdef class Writer:
             self.save_bytearray(ptr, shared)
         else:
             self.save_general(obj, shared)
-        self.depth -= 1
+        set_depth(depth - 1)
         return 0
 
     cdef bint saved_id(self, obj) except -1:

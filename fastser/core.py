@@ -9,6 +9,7 @@ import itertools
 import operator
 import pickle
 import reprlib
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from fastser import _frames, _pickler, compression, dispatch
+from fastser import _frames, _msgpack, _pickler, compression, dispatch
 from fastser import pickle as fast_pickle
 from fastser.dispatch import Call, Dispatch, Family, has_keyword
 from fastser.errors import DispatchError, FrameError, SerializationError
@@ -32,6 +33,13 @@ DEFAULT_SERIALIZERS = ("dask", "pickle")
 ALLOWED_IMPORTS = frozenset({"dask", "distributed", "fastser"})
 BUILTIN_HANDLERS = ("fastser.", "distributed.protocol.")  # packages of handlers nobody had to register
 COLLECTION_NAMES = {cls.__name__: cls for cls in COLLECTIONS}
+
+
+class _Nesting(threading.local):
+    """How deep the calls of one thread are inside of handlers, and which reducers the outermost tries."""
+
+    depth = 0
+    find_reducer: Callable[[type], Any] | None = None
 
 
 class Codec:
@@ -62,6 +70,7 @@ class Codec:
         self.dask_deserialize = dask_deserialize
         self.families = families
         self._pickled_types: dict[type, bytes] = {}
+        self._nesting = _Nesting()
         self.reducers = Dispatch("reducers of a codec")
         self.register_marks(wrappers)
 
@@ -130,6 +139,8 @@ class Codec:
         try:
             return self._serialize(x, serializers, on_error, context, iterate_collection)
         except RecursionError as error:
+            if self._nesting.depth:
+                raise  # the call that this one is part of has no more room either
             return self._failure(x, error, on_error)
 
     def _serialize(
@@ -204,6 +215,7 @@ class Codec:
                 dumps, _, wants_context = self._family(name)
                 if dumps is None:
                     continue
+                self._nesting.depth += 1
                 try:
                     answer = dumps(x, context=context) if wants_context else dumps(x)
                 except NotImplementedError as error:
@@ -213,6 +225,8 @@ class Codec:
                     raise
                 except Exception as error:
                     raise _Failed(x, error) from error
+                finally:
+                    self._nesting.depth -= 1
                 if answer is not NotImplemented:
                     header, frames = answer
                     header["serializer"] = name
@@ -223,7 +237,8 @@ class Codec:
 
     def _failure(self, obj: Any, cause: BaseException, on_error: str) -> tuple[Header, Frames]:
         text = f"Could not serialize object of type {type(obj).__name__}"
-        if not isinstance(cause, (RecursionError, MemoryError)):
+        # a handler that calls serialize leaves the search to the outermost call
+        if not self._nesting.depth and not isinstance(cause, (RecursionError, MemoryError)):
             path, culprit = self.find_culprit(obj)
             if path:
                 text += f", because of x{path} of type {type(culprit).__name__}"
@@ -254,10 +269,16 @@ class Codec:
                 return path, x
 
     def _is_picklable(self, x: Any) -> bool:
+        nesting = self._nesting
+        nesting.depth += 1
+        nesting.find_reducer = self.find_any_reducer
         try:
             _pickler.dumps(x, buffer_callback=_apart, find_reducer=self.find_any_reducer)
         except Exception:  # whatever a reduction raises
             return False
+        finally:
+            nesting.depth -= 1
+            nesting.find_reducer = None
         return True
 
     def _family(self, name: Any) -> tuple[Any, Any, bool]:
@@ -489,16 +510,18 @@ class Codec:
 
     def pack_header(self, header: Header) -> bytes:
         """Turn a header into msgpack; sets and allowed enums are marked as distributed marks them."""
-        packed: bytes = msgpack.packb(header, default=self.encode_default, use_bin_type=True)
-        return packed
+        return _msgpack.pack(header, self._encode_header_default)
+
+    def _encode_header_default(self, obj: Any) -> Any:
+        answer = self.encode_default(obj)
+        # headers have no placeholders of objects: a dict with a reserved key is what it seems
+        return {**obj} if answer is obj and isinstance(obj, dict) else answer
 
     def unpack_header(self, data: Any) -> Any:
         """Read a header from msgpack; raise FrameError if it is none."""
         try:
-            return msgpack.unpackb(
-                data, object_hook=self.decode_default, use_list=False, raw=False, strict_map_key=False
-            )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            return _msgpack.unpack(data, self.decode_default)
+        except (ValueError, TypeError) as error:
             raise FrameError(f"header of {memoryview(data).nbytes} bytes is not msgpack: {error}") from error
 
     def encode_default(self, obj: Any) -> Any:
@@ -593,15 +616,22 @@ class Codec:
         that carry results, as a heritage, and every process of a cluster reads 5.  If that fails, a second
         try lets every handler of the dask family write what is inside of *x*.
         """
+        nesting = self._nesting
+        if nesting.find_reducer is not None:  # a handler called serialize: this is part of a try already
+            return self._compile(x, nesting.find_reducer)
         try:
+            nesting.find_reducer = self.find_reducer
             return self._compile(x, self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
+            nesting.find_reducer = self.find_any_reducer
             try:
                 return self._compile(x, self.find_any_reducer)
             except Exception:
                 raise error from None
+        finally:
+            nesting.find_reducer = None
 
     def _compile(self, x: object, find_reducer: Callable[[type], Any]) -> tuple[Header, Frames]:
         frames: Frames = [None]

@@ -454,7 +454,6 @@ class Nest:
         self.inner = inner
 
 
-@pytest.mark.xfail(reason="each level tries twice, the search for the culprit again: 14 times more a level")
 def test_failure_deep_inside_of_handlers_costs_no_more_than_the_way_there() -> None:
     calls = []
 
