@@ -4,14 +4,11 @@ Frame 0 is msgpack.  ``{"__Serialized__": n}`` and ``{"__Pickled__": n}`` in it 
 header is frame n, followed by its own frames; the format is that of distributed.protocol.core.
 """
 
-import msgpack
+cimport cython
 
+from fastser._msgpack import pack, unpack
 from fastser.core import codec
 from fastser.errors import FrameError
-
-RESERVED = ("__Serialized__", "__Pickled__", "__Set__", "__Enum__")
-cdef enum:
-    MAX_DEPTH = 400  # msgpack-python packs 511 levels, and a mark below them needs some
 
 
 class Messages:
@@ -56,18 +53,15 @@ class Messages:
         >>> loads(dumps({"op": "update", "data": to_serialize([1.5, 2.5])}))
         {'op': 'update', 'data': [1.5, 2.5]}
         """
-        writer = _Writer(self.codec, serializers, on_error, context, frame_split_size)
-        try:
-            return writer.write(msg)
-        except (UnicodeEncodeError, _Reserved):
-            pass
-        except ValueError as error:
-            if writer.failed is error:  # raised for an object in the message, not by msgpack
-                raise
-        # msgpack is not able to hold the message as it is: nested too deep, strings that are not
-        # UTF-8, dicts that would be taken for placeholders.  Those parts are pickled.
-        writer = _Writer(self.codec, serializers, on_error, context, frame_split_size)
-        return writer.write(_escaped(msg, self.codec.wrappers.to_pickle, 0), check=False)
+        cdef _Writer writer = _Writer.__new__(_Writer)
+        writer.codec = self.codec
+        writer.serializers = serializers
+        writer.on_error = on_error
+        writer.context = context
+        writer.frame_split_size = frame_split_size
+        writer.frames = [None]
+        writer.frames[0] = pack(msg, writer)
+        return writer.frames
 
     def loads(self, frames, deserialize=True, deserializers=None):
         """Turn frames back into a message.
@@ -101,56 +95,34 @@ class Messages:
         ...
         fastser.errors.FrameError: expected a message frame, got no frames
         """
-        return _Reader(self.codec, frames, deserialize, deserializers).read()
+        cdef _Reader reader = _Reader.__new__(_Reader)
+        reader.codec = self.codec
+        reader.frames = list(frames)
+        reader.deserialize = deserialize
+        reader.deserializers = deserializers
+        if not reader.frames:
+            raise FrameError("expected a message frame, got no frames")
+        return unpack(reader.frames[0], reader)
 
 
-class _Reserved(Exception):
-    """The message holds a dict that looks like a placeholder."""
-
-
+@cython.final
+@cython.freelist(4)
+@cython.auto_pickle(False)
 cdef class _Writer:
-    cdef object codec, wrappers, serializers, on_error, context, frame_split_size
+    """The frames of one message in the making; called with each object that msgpack does not hold."""
+
+    cdef object codec, serializers, on_error, context, frame_split_size
     cdef list frames
-    cdef Py_ssize_t marks
-    cdef readonly object failed
 
-    def __init__(self, codec, serializers, on_error, context, frame_split_size):
-        self.codec = codec
-        self.wrappers = codec.wrappers
-        self.serializers = serializers
-        self.on_error = on_error
-        self.context = context
-        self.frame_split_size = frame_split_size
-        self.frames = [None]
-        self.marks = 0
-        self.failed = None
-
-    def write(self, msg, *, check=True):
-        cdef bytes first = msgpack.packb(msg, default=self._encode_default, use_bin_type=True)
-        if check and sum([first.count(name.encode()) for name in RESERVED]) != self.marks:
-            raise _Reserved
-        self.frames[0] = first
-        return self.frames
-
-    def _encode_default(self, obj):
-        """Answer msgpack, which met an object that it does not know."""
-        try:
-            return self.encode(obj)
-        except Exception as error:
-            self.failed = error
-            raise
-
-    cdef encode(self, obj):
-        wrappers = self.wrappers
-        self.marks += 1
+    def __call__(self, obj):
+        wrappers = self.codec.wrappers
         if isinstance(obj, (wrappers.serialize, wrappers.serialized)):
             header, frames = self.serialized(obj)
             return {"__Serialized__": self.add(header, frames)}
         if not isinstance(obj, (wrappers.to_pickle, wrappers.pickled)):
             encoded = self.codec.encode_default(obj)
             if isinstance(encoded, tuple(wrappers)):  # another set of wrappers, which this codec takes too
-                self.marks -= 1
-                return self.encode(encoded)
+                return self(encoded)
             if encoded is not obj:
                 return encoded
             obj = wrappers.to_pickle(obj)
@@ -164,7 +136,7 @@ cdef class _Writer:
         return offset
 
     cdef tuple serialized(self, obj):
-        if isinstance(obj, self.wrappers.serialized):
+        if isinstance(obj, self.codec.wrappers.serialized):
             return obj.header, obj.frames
         header, frames = self.codec.serialize_and_split(
             obj,
@@ -176,7 +148,7 @@ cdef class _Writer:
         return self.codec.compress_frames(header, frames, self.compression())
 
     cdef tuple pickled(self, obj):
-        if isinstance(obj, self.wrappers.pickled):
+        if isinstance(obj, self.codec.wrappers.pickled):
             return obj.header, obj.frames
         header, frames = self.codec.pickle_dumps(obj.data)
         header = {"pickled-obj": frames[0], "writeable": header["writeable"]}
@@ -186,44 +158,17 @@ cdef class _Writer:
         return self.context.get("compression", "auto") if self.context else "auto"
 
 
+@cython.final
+@cython.freelist(4)
+@cython.auto_pickle(False)
 cdef class _Reader:
-    cdef object codec, deserializers, failed
+    """The frames of one message; called with each dict that may be a placeholder."""
+
+    cdef object codec, deserializers
     cdef list frames
     cdef bint deserialize
 
-    def __init__(self, codec, frames, deserialize, deserializers):
-        self.codec = codec
-        self.frames = list(frames)
-        self.deserialize = deserialize
-        self.deserializers = deserializers
-        self.failed = None
-
-    def read(self):
-        if not self.frames:
-            raise FrameError("expected a message frame, got no frames")
-        try:
-            return msgpack.unpackb(
-                self.frames[0],
-                object_hook=self._decode_default,
-                use_list=False,
-                raw=False,
-                strict_map_key=False,
-            )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            if error is self.failed:
-                raise
-            nbytes = memoryview(self.frames[0]).nbytes
-            raise FrameError(f"message frame of {nbytes} bytes is not msgpack: {error}") from error
-
-    def _decode_default(self, dict obj):
-        """Answer msgpack, which read a dict that may be a placeholder."""
-        try:
-            return self.decode(obj)
-        except Exception as error:
-            self.failed = error
-            raise
-
-    cdef decode(self, dict obj):
+    def __call__(self, dict obj):
         if len(obj) == 1:
             offset = obj.get("__Serialized__")
             if type(offset) is int and offset > 0:
@@ -266,40 +211,6 @@ cdef class _Reader:
         # stock senders keep no flags: take the buffers as they come
         flags = header.get("writeable", [not memoryview(frame).readonly for frame in frames])
         return self.codec.pickle_loads({"writeable": flags}, [program, *frames])
-
-
-cdef _escaped(obj, to_pickle, Py_ssize_t depth):
-    """Return *obj* with the parts that msgpack cannot hold marked to be pickled."""
-    cls = type(obj)
-    if cls is str:
-        return obj if _encodes(obj) else to_pickle(obj)
-    if depth == MAX_DEPTH and isinstance(obj, (dict, list, tuple)):
-        return to_pickle(obj)
-    if isinstance(obj, dict):
-        if any([key in RESERVED or not _plain_key(key) for key in obj]):
-            return to_pickle(obj)
-        return {key: _escaped(value, to_pickle, depth + 1) for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return tuple([_escaped(item, to_pickle, depth + 1) for item in obj])
-    if cls is set and not all(map(_plain_key, obj)):
-        return to_pickle(obj)
-    return obj
-
-
-cdef bint _encodes(str text) except -1:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
-
-
-def _plain_key(key):
-    if type(key) is str:
-        return _encodes(key)
-    if type(key) is tuple:
-        return all(map(_plain_key, key))
-    return True
 
 
 messages = Messages(codec)
