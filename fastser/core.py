@@ -593,10 +593,7 @@ class Codec:
 
     def find_handler(self, cls: type) -> Callable[..., Any] | None:
         """Return the handler that writes objects of *cls*, or None."""
-        try:
-            return self.dask_serialize.dispatch(cls)
-        except TypeError:
-            return None
+        return self.dask_serialize.find(cls)
 
     def pickle_type(self, cls: type) -> bytes:
         """Return the pickle of a class, kept if it goes by reference."""

@@ -168,7 +168,7 @@ def travels_apart(x: object, serializers: Collection[str]) -> bool:
     """
     if "pickle" not in serializers:
         return "msgpack" in serializers and not msgpack_exact(x)
-    return not DEVICE_MODULES.isdisjoint(sys.modules) and _holds_device(x)
+    return any(map(sys.modules.__contains__, DEVICE_MODULES)) and _holds_device(x)
 
 
 def _holds_device(x: Any) -> bool:
