@@ -630,7 +630,13 @@ class Codec:
         finally:
             nesting.find_reducer = None
 
-    def _compile(self, x: object, find_reducer: Callable[[type], Any]) -> tuple[Header, Frames]:
+    def _compile(self, x: Any, find_reducer: Callable[[type], Any]) -> tuple[Header, Frames]:
+        # A mark inside of other data is unwrapped; one that is itself the data, as old releases of
+        # distributed send their graphs, arrives as a mark.
+        if isinstance(x, self.wrappers.to_pickle):
+            x = Call(type(x), x.data)
+        elif isinstance(x, self.wrappers.pickled):
+            x = Call(type(x), x.header, x.frames)
         frames: Frames = [None]
         writeable: list[bool] = []
 

@@ -20,9 +20,11 @@ import fastser
 from fastser import (
     DispatchError,
     FrameError,
+    Pickled,
     SerializationError,
     Serialize,
     Serialized,
+    ToPickle,
     deserialize,
     serialize,
     serialize_and_split,
@@ -476,3 +478,13 @@ def test_failure_deep_inside_of_handlers_costs_no_more_than_the_way_there() -> N
         for registry in (fastser.dask_serialize, fastser.dask_deserialize):
             del registry._lookup[Nest]
             registry._cache.clear()
+
+
+def test_a_mark_for_pickling_that_is_the_data_arrives_as_a_mark() -> None:
+    mark = deserialize(*serialize(ToPickle([1, ToPickle(2)])))
+    assert type(mark) is ToPickle
+    assert mark.data == [1, 2]
+    header, frames = {"pickled-obj": b"N."}, [b"x"]
+    held = deserialize(*serialize(Pickled(header, frames)))
+    assert type(held) is Pickled
+    assert (held.header, held.frames) == (header, frames)

@@ -99,10 +99,10 @@ def test_copies_made_while_installed_are_put_back(installed):
 def test_what_others_rebind_is_left_alone(installed, monkeypatch):
     def another(*args, **kwargs): ...
 
-    monkeypatch.setattr(distributed.client, "serialize", another)
+    monkeypatch.setattr(distributed.scheduler, "serialize", another)
     fastser.dask.uninstall()
-    assert distributed.client.serialize is another
-    monkeypatch.setattr(distributed.client, "serialize", stock.serialize)
+    assert distributed.scheduler.serialize is another
+    monkeypatch.setattr(distributed.scheduler, "serialize", stock.serialize)
 
 
 def test_functions_keep_name_and_signature(installed):
