@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pickle import PickleBuffer
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgpack
 
@@ -25,6 +25,8 @@ from fastser import pickle as fast_pickle
 from fastser.dispatch import Call, Dispatch, Family, has_keyword
 from fastser.errors import DispatchError, FrameError, SerializationError
 from fastser.wrappers import COLLECTIONS, WRAPPERS, Frames, Header, Wrappers, msgpack_exact, travels_apart
+
+T = TypeVar("T")
 
 IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program than as its own frame
 CULPRIT_SECONDS = 1.0
@@ -613,18 +615,25 @@ class Codec:
         that carry results, as a heritage, and every process of a cluster reads 5.  If that fails, a second
         try lets every handler of the dask family write what is inside of *x*.
         """
+        return self.two_tries(lambda find_reducer: self._compile(x, find_reducer))
+
+    def two_tries(self, write: Callable[[Callable[[type], Any]], T]) -> T:
+        """Call *write* with `find_reducer`; if that fails, with `find_any_reducer`, whose error is dropped.
+
+        Where a handler of a try calls for another dump, that one is part of the same try.
+        """
         nesting = self._nesting
-        if nesting.find_reducer is not None:  # a handler called serialize: this is part of a try already
-            return self._compile(x, nesting.find_reducer)
+        if nesting.find_reducer is not None:
+            return write(nesting.find_reducer)
         try:
             nesting.find_reducer = self.find_reducer
-            return self._compile(x, self.find_reducer)
+            return write(self.find_reducer)
         except (RecursionError, MemoryError):
             raise
         except Exception as error:
             nesting.find_reducer = self.find_any_reducer
             try:
-                return self._compile(x, self.find_any_reducer)
+                return write(self.find_any_reducer)
             except Exception:
                 raise error from None
         finally:
@@ -665,22 +674,22 @@ class Codec:
         Handlers that users registered count inside of programs too; those that come with fastser or
         distributed do not, since what they handle has a pickle as good.
         """
-        reducer = self.reducers.find(cls) or dispatch.reducers.find(cls)
-        if reducer is None:
-            handler = self.find_handler(cls)
-            module = getattr(handler, "__module__", None) or ""
-            if handler is not None and not f"{module}.".startswith(BUILTIN_HANDLERS):
-                return self._reducer_by_handler(cls, handler)
-        return reducer
+        return self._find_reducer(cls, BUILTIN_HANDLERS)
 
     def find_any_reducer(self, cls: type) -> Callable[[Any], Any] | None:
         """Like `find_reducer`, with the handlers that come with fastser or distributed too."""
+        return self._find_reducer(cls, ())
+
+    def _find_reducer(self, cls: type, left_out: tuple[str, ...]) -> Callable[[Any], Any] | None:
+        """Return the reducer of *cls*, or one by its handler unless that is of a package *left_out*."""
         reducer = self.reducers.find(cls) or dispatch.reducers.find(cls)
-        if reducer is None:
-            handler = self.find_handler(cls)
-            if handler is not None:
-                return self._reducer_by_handler(cls, handler)
-        return reducer
+        if reducer is not None:
+            return reducer
+        handler = self.find_handler(cls)
+        module = getattr(handler, "__module__", None) or ""
+        if handler is None or f"{module}.".startswith(left_out):
+            return None
+        return self._reducer_by_handler(cls, handler)
 
     def _reducer_by_handler(self, cls: type, handler: Callable[..., Any]) -> Callable[[Any], Any] | None:
         try:

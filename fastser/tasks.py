@@ -594,20 +594,7 @@ class Tasks:
 
     def _program(self, x: object) -> bytes:
         """Return the pickle of *x* with all buffers inside."""
-        program: bytes = self._twice(lambda find: _pickler.dumps(x, find_reducer=find))
-        return program
-
-    def _twice(self, dump: Callable[[Callable[[type], Any]], Any]) -> Any:
-        """Call *dump* with the usual reducers; if that fails, with every handler that there is."""
-        try:
-            return dump(self.codec.find_reducer)
-        except (RecursionError, MemoryError):
-            raise
-        except Exception as error:
-            try:
-                return dump(self.codec.find_any_reducer)
-            except Exception:
-                raise error from None
+        return self.codec.two_tries(lambda find: _pickler.dumps(x, find_reducer=find))
 
     def warn_dumps(
         self,
@@ -826,12 +813,11 @@ class Tasks:
         return func, *rest
 
     def _compile(self, x: object) -> tuple[Header, Frames]:
-        def dump(find: Callable[[type], Any]) -> Any:
+        def write(find: Callable[[type], Any]) -> tuple[Header, Frames]:
             task = _spec("Task")
             return self.codec._compile(x, lambda cls: self._reduce_node if cls is task else find(cls))
 
-        header, frames = self._twice(dump)
-        return header, frames
+        return self.codec.two_tries(write)
 
     def _reduce_node(self, x: Any) -> Any:
         """Write a dask task inside of a program; its function as bytes where that changes nothing."""

@@ -96,13 +96,15 @@ def test_copies_made_while_installed_are_put_back(installed):
         del sys.modules[module.__name__]
 
 
-def test_what_others_rebind_is_left_alone(installed, monkeypatch):
+def test_what_others_rebind_is_left_alone(installed):
     def another(*args, **kwargs): ...
 
-    monkeypatch.setattr(distributed.scheduler, "serialize", another)
-    fastser.dask.uninstall()
-    assert distributed.scheduler.serialize is another
-    monkeypatch.setattr(distributed.scheduler, "serialize", stock.serialize)
+    distributed.scheduler.serialize = another
+    try:
+        fastser.dask.uninstall()
+        assert distributed.scheduler.serialize is another
+    finally:
+        distributed.scheduler.serialize = stock.serialize  # distributed's own, since ours is gone
 
 
 def test_functions_keep_name_and_signature(installed):

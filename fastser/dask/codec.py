@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ STOCK_FAMILIES = {
 }
 STOCK_COMPRESSIONS = dict(stock_compression.compressions)
 READABLE_ERRORS = {FrameError: ValueError, DispatchError: TypeError, SerializationError: TypeError}
+NOT_METERED = nullcontext()
 JOINED = {bytes, bytearray, memoryview, array}  # some transports split their one frame, or drop it if empty
 STOCK_HANDLERS = "distributed.protocol"  # the package of distributed's own handlers
 
@@ -91,12 +93,14 @@ def is_stock(handler: Any) -> bool:
     return isinstance(module, str) and (module + ".").startswith(STOCK_HANDLERS + ".")
 
 
-def _is_metered() -> bool:
-    """Tell whether anybody listens to the fine performance metrics; a meter costs microseconds."""
+def _meter(label: str) -> AbstractContextManager[Any]:
+    """Measure for the fine performance metrics, if anybody listens: a meter costs microseconds."""
     try:
-        return bool(context_meter._callbacks.get())
+        listened = bool(context_meter._callbacks.get())
     except AttributeError:  # another distributed
-        return True
+        listened = True
+    meter: AbstractContextManager[Any] = context_meter.meter(label) if listened else NOT_METERED
+    return meter
 
 
 class DaskCodec(core.Codec):
@@ -211,27 +215,19 @@ class DaskCodec(core.Codec):
     # ---- the fine performance metrics of distributed
 
     def serialize_and_split(self, *args: Any, **kwargs: Any) -> tuple[Header, Frames]:
-        if not _is_metered():
-            return super().serialize_and_split(*args, **kwargs)
-        with context_meter.meter("serialize"):
+        with _meter("serialize"):
             return super().serialize_and_split(*args, **kwargs)
 
     def merge_and_deserialize(self, *args: Any, **kwargs: Any) -> Any:
-        if not _is_metered():
-            return super().merge_and_deserialize(*args, **kwargs)
-        with context_meter.meter("deserialize"):
+        with _meter("deserialize"):
             return super().merge_and_deserialize(*args, **kwargs)
 
     def maybe_compress(self, frame: Any, **kwargs: Any) -> tuple[str | None, Any]:
-        if not _is_metered():
-            return self._maybe_compress(frame, **kwargs)
-        with context_meter.meter("compress"):
+        with _meter("compress"):
             return self._maybe_compress(frame, **kwargs)
 
     def decompress(self, header: Header, frames: Frames) -> Frames:
-        if not _is_metered():
-            return self._decompress(header, frames)
-        with context_meter.meter("decompress"):
+        with _meter("decompress"):
             return self._decompress(header, frames)
 
     # ---- codecs: what users put into distributed's table wins
@@ -277,17 +273,12 @@ class DaskCodec(core.Codec):
             return self.pickle_type(x)
         buffers: list[Any] = []
         keep = buffers.append if buffer_callback is not None and (protocol or 5) >= 5 else None
-        write = partial(_pickler.dumps, x, protocol, buffer_callback=keep)
-        try:
-            program: bytes = write(find_reducer=self.find_reducer)
-        except (RecursionError, MemoryError):
-            raise
-        except Exception as error:
+
+        def write(find_reducer: Callable[[type], Any]) -> bytes:
             buffers.clear()
-            try:
-                program = write(find_reducer=self.find_any_reducer)
-            except Exception:
-                raise error from None
+            return _pickler.dumps(x, protocol, buffer_callback=keep, find_reducer=find_reducer)
+
+        program = self.two_tries(write)
         if buffer_callback is not None:
             for buffer in buffers:
                 buffer_callback(buffer)
