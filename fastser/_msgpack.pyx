@@ -33,6 +33,8 @@ from libc.string cimport memcmp, memcpy
 
 from fastser.errors import FrameError
 
+from fastser._utf8 cimport put_char
+
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         pass
@@ -498,27 +500,6 @@ cdef bint put_utf8(Out* out, PyObject* obj) except -1:
         for i in range(length):
             at += put_char(at, str_read(kind, data, i))
     return True
-
-
-cdef inline int put_char(unsigned char* at, uint32_t c) noexcept:
-    """Write a character as UTF-8 and return its number of bytes."""
-    if c < 0x80:
-        at[0] = <unsigned char>c
-        return 1
-    if c < 0x800:
-        at[0] = <unsigned char>(0xc0 | c >> 6)
-        at[1] = <unsigned char>(0x80 | c & 0x3f)
-        return 2
-    if c < 0x10000:
-        at[0] = <unsigned char>(0xe0 | c >> 12)
-        at[1] = <unsigned char>(0x80 | c >> 6 & 0x3f)
-        at[2] = <unsigned char>(0x80 | c & 0x3f)
-        return 3
-    at[0] = <unsigned char>(0xf0 | c >> 18)
-    at[1] = <unsigned char>(0x80 | c >> 12 & 0x3f)
-    at[2] = <unsigned char>(0x80 | c >> 6 & 0x3f)
-    at[3] = <unsigned char>(0x80 | c & 0x3f)
-    return 4
 
 
 cdef inline bint put_atom(Out* out, PyObject* obj) except -1:

@@ -1,8 +1,10 @@
 from collections.abc import Callable
 from pickle import PickleBuffer
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from typing_extensions import disjoint_base
+
+IN_BAND: Final[int]
 
 class _Writable(Protocol):
     def write(self, b: bytes, /) -> object: ...

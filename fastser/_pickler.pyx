@@ -27,11 +27,8 @@ import cloudpickle
 cimport cython
 from cpython.buffer cimport PyBuffer_IsContiguous
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.dict cimport PyDict_Next
-from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
@@ -56,6 +53,7 @@ from fastser._lists cimport (
     scan,
     width,
 )
+from fastser._utf8 cimport put_char
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
@@ -67,7 +65,6 @@ cdef extern from "Python.h":
     Py_ssize_t refcount "Py_REFCNT"(PyObject*) noexcept
     PyObject* none "Py_None"
     PyObject* true "Py_True"
-    PyObject* false "Py_False"
     PyObject* ellipsis "Py_Ellipsis"
     PyObject* not_implemented "Py_NotImplemented"
     double float_value "PyFloat_AS_DOUBLE"(PyObject*) noexcept
@@ -157,6 +154,7 @@ OBJECT_GETSTATE = getattr(object, "__getstate__", None)
 BY_VALUE_TABLES = tuple(cloudpickle.Pickler.dispatch_table.maps)
 BY_VALUE_MODULES = cloudpickle.list_registry_pickle_by_value
 
+IN_BAND = <int>OUT_OF_BAND  # for those who decide about the buffers of objects
 NOTHING = object()  # where None would be a value
 find_reducer = reducers.find
 WAYS = {}  # class -> its version tag when it was judged, and how
@@ -570,7 +568,7 @@ cdef class Writer:
 
     cdef int save_int(self, PyObject* obj) except -1:
         cdef int overflow = 0
-        cdef int n = 0
+        cdef int n = 5
         cdef long long value
         if is_compact(obj):
             value = compact_value(obj)
@@ -584,26 +582,17 @@ cdef class Writer:
             return self.put_size(b'M', value, 2)
         if -0x80000000 <= value <= 0x7fffffff:
             return self.put_size(b'J', <uint64_t>value, 4)
-        n = 5
         while n < 8 and not -(1LL << (8 * n - 1)) <= value < (1LL << (8 * n - 1)):
             n += 1
-        self.put2(0x8a, <unsigned char>n)
-        self.room(n)
-        for overflow in range(n):
-            self.out[self.pos + overflow] = <unsigned char>(<uint64_t>value >> (8 * overflow))
-        self.pos += n
-        return 0
+        self.put(0x8a)
+        return self.put_size(<unsigned char>n, <uint64_t>value, n)
 
     cdef int save_long(self, obj) except -1:
         """Write an int that 64 bits do not hold."""
         cdef Py_ssize_t n = obj.bit_length() // 8 + 1
-        cdef bytes data
-        if obj < 0 and n > 1:
-            data = obj.to_bytes(n, "little", signed=True)
-            if data[n - 1] == 0xff and data[n - 2] & 0x80:  # one byte more than two's complement needs
-                n -= 1
-        else:
-            data = obj.to_bytes(n, "little", signed=True)
+        cdef bytes data = obj.to_bytes(n, "little", signed=True)
+        if data[n - 1] == 0xff and data[n - 2] & 0x80:  # one byte more than two's complement needs
+            n -= 1
         if n < 256:
             self.put2(0x8a, <unsigned char>n)
         elif n <= 0x7fffffff:
@@ -628,7 +617,7 @@ cdef class Writer:
     cdef inline int put_str_head(self, Py_ssize_t n) except -1:
         if n < 256:
             return self.put2(0x8c, <unsigned char>n)
-        if n <= 0xffffffff:
+        if n <= 0xffffffffLL:
             return self.put_size(b'X', n, 4)
         return self.put_size(0x8d, n, 8)
 
@@ -647,34 +636,18 @@ cdef class Writer:
         out = self.out + self.pos
         self.pos += n
         for i in range(length):
-            c = str_read(kind, data, i)
-            if c < 0x80:
-                out[0] = <unsigned char>c
-                out += 1
-            elif c < 0x800:
-                out[0] = <unsigned char>(0xc0 | c >> 6)
-                out[1] = <unsigned char>(0x80 | c & 0x3f)
-                out += 2
-            elif c < 0x10000:
-                out[0] = <unsigned char>(0xe0 | c >> 12)
-                out[1] = <unsigned char>(0x80 | c >> 6 & 0x3f)
-                out[2] = <unsigned char>(0x80 | c & 0x3f)
-                out += 3
-            else:
-                out[0] = <unsigned char>(0xf0 | c >> 18)
-                out[1] = <unsigned char>(0x80 | c >> 12 & 0x3f)
-                out[2] = <unsigned char>(0x80 | c >> 6 & 0x3f)
-                out[3] = <unsigned char>(0x80 | c & 0x3f)
-                out += 4
+            out += put_char(out, str_read(kind, data, i))
         return 0
 
-    cdef int put_bytes(self, const void* data, Py_ssize_t n) except -1:
+    cdef inline int put_bytes_head(self, Py_ssize_t n) except -1:
         if n < 256:
-            self.put2(b'C', <unsigned char>n)
-        elif n <= 0xffffffff:
-            self.put_size(b'B', n, 4)
-        else:
-            self.put_size(0x8e, n, 8)
+            return self.put2(b'C', <unsigned char>n)
+        if n <= 0xffffffffLL:
+            return self.put_size(b'B', n, 4)
+        return self.put_size(0x8e, n, 8)
+
+    cdef int put_bytes(self, const void* data, Py_ssize_t n) except -1:
+        self.put_bytes_head(n)
         return self.put_data(data, n)
 
     cdef int put_bytearray(self, const void* data, Py_ssize_t n) except -1:
@@ -911,26 +884,27 @@ cdef class Writer:
         self.save(<PyObject*>held_key, refcount(<PyObject*>held_key) > 2)
         return self.save(<PyObject*>held_value, refcount(<PyObject*>held_value) > 2)
 
-    cdef inline int save_item_held(self, PyObject* obj) except -1:
-        """Like save_item, for an item that the caller holds one reference to besides the container."""
-        return self.save(obj, refcount(obj) > 2)
-
     cdef int save_set(self, obj, bint shared) except -1:
-        cdef Py_ssize_t in_batch = 0
         if shared and self.got(<PyObject*>obj):
             return 0
         self.put(0x8f)
         if self.remembers(shared):
             self.memoize(<PyObject*>obj)
-        for item in obj:
+        return self.save_batches(obj, 0x90, False)
+
+    cdef int save_batches(self, iterable, unsigned char op, bint shared) except -1:
+        """Write items in marked batches, each added to the object before by *op*; *shared*, if they all are."""
+        cdef Py_ssize_t in_batch = 0
+        for item in iterable:
             if in_batch == 0:
                 self.put(b'(')
-            self.save_item_held(<PyObject*>item)
+            # the container and this function hold it
+            self.save(<PyObject*>item, shared or refcount(<PyObject*>item) > 2)
             in_batch += 1
             if in_batch == BATCH:
-                self.put(0x90)
+                self.put(op)
                 in_batch = 0
-        return self.put(0x90) if in_batch else 0
+        return self.put(op) if in_batch else 0
 
     cdef int save_frozenset(self, obj, bint shared) except -1:
         cdef Py_ssize_t index
@@ -940,8 +914,8 @@ cdef class Writer:
             if not self.full:
                 self.memo_set(<PyObject*>obj, PENDING)
         self.put(b'(')
-        for item in obj:
-            self.save_item_held(<PyObject*>item)
+        for item in obj:  # the set and this function hold it
+            self.save(<PyObject*>item, refcount(<PyObject*>item) > 2)
         if shared:
             index = self.memo_find(<PyObject*>obj)
             if index >= 0:  # written by its own items, in a cycle
@@ -959,7 +933,7 @@ cdef class Writer:
         cdef Kind kind
         if self.watched or self.memoless:
             return False
-        if items[0] is items[n - 1] and n >= MIN_REPEATS and _is_repeatable(items[0]):
+        if items[0] is items[n - 1] and n >= MIN_REPEATS and _is_atom(items[0]):
             if same_object(items, n):
                 return self.save_product(items[0], n, is_tuple)
         if type_of(items[n - 1]) is not cls or type_of(items[n // 2]) is not cls:
@@ -1006,12 +980,7 @@ cdef class Writer:
         if not fill(kind, items, n, self.out + start):
             return False
         self.put_block_head(kind, n, is_tuple)
-        if nbytes < 256:
-            self.put2(b'C', <unsigned char>nbytes)
-        elif nbytes <= 0xffffffff:
-            self.put_size(b'B', nbytes, 4)
-        else:
-            self.put_size(0x8e, nbytes, 8)
+        self.put_bytes_head(nbytes)
         memmove(self.out + self.pos, self.out + start, nbytes)
         self.pos += nbytes
         self.put_block_tail(kind, is_tuple)
@@ -1291,7 +1260,7 @@ cdef class Writer:
             else:
                 self.memoize(<PyObject*>obj)
         if list_items is not None:
-            self.save_appends(list_items)
+            self.save_batches(list_items, b'e', True)
         if dict_items is not None:
             self.save_set_items(dict_items)
         if state is not None:
@@ -1337,18 +1306,6 @@ cdef class Writer:
         self.save(<PyObject*>positional, True)
         self.save(<PyObject*>keywords, True)
         return self.put(0x92)
-
-    cdef int save_appends(self, iterator) except -1:
-        cdef Py_ssize_t in_batch = 0
-        for item in iterator:
-            if in_batch == 0:
-                self.put(b'(')
-            self.save(<PyObject*>item, True)
-            in_batch += 1
-            if in_batch == BATCH:
-                self.put(b'e')
-                in_batch = 0
-        return self.put(b'e') if in_batch else 0
 
     cdef int save_set_items(self, iterator) except -1:
         cdef Py_ssize_t in_batch = 0
@@ -1412,14 +1369,7 @@ cdef class Pickler:
         self.writer = Writer.__new__(Writer)
 
     def __init__(self, file, protocol=None, *, fix_imports=True, buffer_callback=None):
-        if protocol is None:
-            protocol = 5
-        elif protocol < 0:
-            protocol = pickle.HIGHEST_PROTOCOL
-        if not 0 <= protocol <= pickle.HIGHEST_PROTOCOL:
-            raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
-        if buffer_callback is not None and protocol < 5:
-            raise ValueError("buffer_callback needs protocol >= 5")
+        protocol = _checked_protocol(protocol, buffer_callback)
         try:
             self.write = file.write
         except AttributeError:
@@ -1519,10 +1469,6 @@ cdef inline bint _is_atom(PyObject* obj) noexcept:
     )
 
 
-cdef inline bint _is_repeatable(PyObject* obj) noexcept:
-    return _is_atom(obj)
-
-
 cdef inline void _put_double(unsigned char* out, double value) noexcept:
     """Write an opcode and a double, big-endian."""
     cdef uint64_t bits = 0
@@ -1568,6 +1514,19 @@ cdef PyObject* _new_bytes(Py_ssize_t size) except NULL:
     cdef object new = PyBytes_FromStringAndSize(NULL, size)
     incref(<PyObject*>new)
     return <PyObject*>new
+
+
+cdef int _checked_protocol(protocol, buffer_callback) except -1:
+    """Return the protocol that is meant: 5 for None, the highest for a negative one."""
+    if protocol is None:
+        return 5
+    if protocol < 0:
+        protocol = pickle.HIGHEST_PROTOCOL
+    if protocol > pickle.HIGHEST_PROTOCOL:
+        raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
+    if buffer_callback is not None and protocol < 5:
+        raise ValueError("buffer_callback needs protocol >= 5")
+    return protocol
 
 
 def _no_persistent_id(obj):
@@ -1727,7 +1686,7 @@ def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, find_re
     protocol : int, optional
         5 by default; 0 to 4 are left to cloudpickle.
     fix_imports : bool
-        For protocols 0 to 2.
+        Taken as pickle takes it; cloudpickle always does it, for protocols 0 to 2.
     buffer_callback : callable, optional
         Called with a PickleBuffer for each buffer that may travel out-of-band: those of the objects
         themselves, and typed blocks, bytes and bytearrays of 64 KiB and more.  The buffers are views of
@@ -1760,15 +1719,9 @@ def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, find_re
     [0.0, 0.5, 1.0]
     """
     cdef Writer writer
-    if protocol is not None and protocol != 5:
-        if protocol < 0:
-            protocol = pickle.HIGHEST_PROTOCOL
-        if protocol > pickle.HIGHEST_PROTOCOL:
-            raise ValueError(f"pickle protocol must be <= {pickle.HIGHEST_PROTOCOL}, got {protocol}")
-        if protocol < 5:
-            if buffer_callback is not None:
-                raise ValueError("buffer_callback needs protocol >= 5")
-            return _dumps_standard(obj, protocol, fix_imports, find_reducer)
+    cdef int checked = _checked_protocol(protocol, buffer_callback)
+    if checked < 5:
+        return _dumps_standard(obj, checked, find_reducer)
     writer = Writer.__new__(Writer)
     writer.buffer_callback = buffer_callback
     writer.find_reducer = find_reducer
@@ -1804,7 +1757,7 @@ def _in_band(args):
     ])
 
 
-def _dumps_standard(obj, protocol, fix_imports, find_reducer):
+def _dumps_standard(obj, protocol, find_reducer):
     file = io.BytesIO()
     pickler = _StandardByValue(file, protocol=protocol)
     pickler.find_reducer = find_reducer

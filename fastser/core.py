@@ -28,7 +28,6 @@ from fastser.wrappers import COLLECTIONS, WRAPPERS, Frames, Header, Wrappers, ms
 
 T = TypeVar("T")
 
-IN_BAND = 64 * 1024  # bytes; a smaller buffer costs less inside the program than as its own frame
 CULPRIT_SECONDS = 1.0
 TRACEBACK_LIMIT = 100_000  # characters of a traceback that travel in an error frame
 DEFAULT_SERIALIZERS = ("dask", "pickle")
@@ -651,7 +650,7 @@ class Codec:
 
         def keep(buffer: PickleBuffer) -> bool:
             view = buffer.raw()
-            if view.nbytes < IN_BAND:
+            if view.nbytes < _pickler.IN_BAND:
                 return True
             frames.append(view)
             writeable.append(not view.readonly)

@@ -19,6 +19,7 @@ ROOMS = [
     "errors",
     "wrappers",
     "dispatch",
+    "_utf8",
     "_lists",
     "_frames",
     "_msgpack",
