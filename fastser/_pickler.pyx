@@ -893,7 +893,7 @@ cdef class Writer:
         return self.save_batches(obj, 0x90, False)
 
     cdef int save_batches(self, iterable, unsigned char op, bint shared) except -1:
-        """Write items in marked batches, each added to the object before by *op*; *shared*, if they all are."""
+        """Write items in marked batches, each added to the object before by *op*; *shared*, if all are."""
         cdef Py_ssize_t in_batch = 0
         for item in iterable:
             if in_batch == 0:

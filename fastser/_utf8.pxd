@@ -4,7 +4,7 @@ from libc.stdint cimport uint32_t
 
 
 cdef inline int put_char(unsigned char* at, uint32_t c) noexcept:
-    """Write a character, return its number of bytes: three for a lone surrogate, as ``surrogatepass`` does."""
+    """Write a character, return its number of bytes: three for a lone surrogate, like ``surrogatepass``."""
     if c < 0x80:
         at[0] = <unsigned char>c
         return 1

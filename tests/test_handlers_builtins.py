@@ -19,26 +19,12 @@ from distributed.protocol import deserialize as stock_deserialize
 from distributed.protocol import serialize as stock_serialize
 from hypothesis import given
 from hypothesis import strategies as st
-from stock_reader import describe, pack, read_by_stock
+from round_trip import nested, stock, trip
+from stock_reader import describe, read_by_stock
 
 import fastser
 from fastser.dispatch import Call, reducers
 from fastser.errors import FastserError, FrameError
-
-
-def trip(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return fastser.deserialize(pack(header), [bytearray(f) for f in frames])
-
-
-def nested(x: Any) -> Any:
-    return trip({"a": [x]})["a"][0]
-
-
-def stock(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return stock_deserialize(pack(header), [bytearray(f) for f in frames])
-
 
 READERS = (trip, nested, stock)
 

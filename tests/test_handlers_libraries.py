@@ -21,8 +21,8 @@ import pyarrow.fs
 import pytest
 import scipy.sparse
 import sparse
-from distributed.protocol import deserialize as stock_deserialize
 from distributed.protocol import serialize as stock_serialize
+from round_trip import nested, stock, trip
 from stock_reader import describe, pack, read_by_stock
 
 import fastser
@@ -30,20 +30,6 @@ from fastser.errors import DispatchError, FastserError, FrameError
 from fastser.handlers.objects import register_generic
 
 N = 20_000
-
-
-def trip(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return fastser.deserialize(pack(header), [bytearray(f) for f in frames])
-
-
-def nested(x: Any) -> Any:
-    return trip({"a": [x]})["a"][0]
-
-
-def stock(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return stock_deserialize(pack(header), [bytearray(f) for f in frames])
 
 
 def size(x: Any) -> int:

@@ -13,6 +13,7 @@ from distributed.protocol import serialize as stock_serialize
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from round_trip import nested, stock, trip
 from stock_reader import describe, pack, raw, read_by_stock
 
 import fastser
@@ -25,15 +26,6 @@ N = 3 * 8192  # items of 8 bytes that fill more than the threshold for a frame o
 def read_only(x: Any) -> Any:
     x.flags.writeable = False
     return x
-
-
-def trip(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return fastser.deserialize(pack(header), [bytearray(f) for f in frames])
-
-
-def nested(x: Any) -> Any:
-    return trip({"a": [x]})["a"][0]
 
 
 def pickled(x: Any) -> Any:
@@ -155,11 +147,6 @@ def compact(x: Any) -> Any:
     y = np.frombuffer(bytearray(raw(x)), "u1").view(f"V{x.itemsize}").view(x.dtype).reshape(x.shape)
     y.flags.writeable = x.flags.writeable
     return y
-
-
-def stock(x: Any) -> Any:
-    header, frames = fastser.serialize(x, on_error="raise")
-    return stock_deserialize(pack(header), [bytearray(f) for f in frames])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
